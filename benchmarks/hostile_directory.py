@@ -7,7 +7,7 @@ all on the first core. The attacker has the second one, and a libp2p peer for ea
 many bits a second of its requests, over all of them, are: signed records that claim the best servers, of all spans that
 begin at an honest server's blocks, half of them at addresses where nobody is and half at an honest server's; copies of
 honest records; look-ups of the fullest keys; questions where nobody's peers are, which every node is asked; and pings,
-malformed values and requests that are too large. It asks nodes that it is connected to: who is gone costs nobody time.
+malformed values and requests that are too large. It asks nodes that it is connected to.
 
 Stretches with and without the attack take turns; each begins with a session of its own, so with a route. In each
 stretch one server is stopped and another one takes its place: under the attack its record comes to full keys.

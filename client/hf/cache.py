@@ -122,9 +122,9 @@ class RemoteCache(Cache):
         past = self._told.tensor(length) if self._told is not None and self._rows is None else None
         if not length or past is None or past.shape[0] != ids.shape[0]:
             return
-        both = min(length, ids.shape[1] - 1)
+        both = max(0, min(length, ids.shape[1] - 1))
         differs = (past[:, :both] != ids[:, :both].to(past.device)).any(0).nonzero()
-        keep = int(differs[0]) if len(differs) else max(both, 0)
+        keep = int(differs[0]) if len(differs) else both
         forgets = any(kind in {"sliding", "conv"} for kind in self._traits.kinds)
         if keep < length and (not self.is_croppable or (forgets and length - keep > self._rollback_max)):
             raise UsageError(

@@ -44,15 +44,20 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Reserve pages of a computer's own memory, which go back at once when the tensor is freed. Raises OSError.
+def reserve(shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """Reserve pages of a computer's own memory, which go back at once when the tensor is freed.
 
-    They take no memory until they are written to, not even as one huge page that a system may prefer.
+    They take no memory until they are written to, not even as one huge page that a system may prefer. None on devices
+    and other systems, and where there are no more mappings, or no more memory is promised than there is.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    space = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
-    space.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(space, dtype=dtype).view(shape)
+    if like.device.type != "cpu" or sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        space = mmap.mmap(-1, prod(shape) * like.dtype.itemsize, flags=flags)
+        space.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(space, dtype=like.dtype).view(shape)
+    return None
 
 
 class _Buffer:
@@ -91,10 +96,9 @@ class _Buffer:
     def _room_for(self, total: int, new: Tensor) -> Tensor:
         """Memory for so many positions and some more."""
         rows, heads, _, size = new.shape
-        if self._reserves and new.device.type == "cpu" and sys.platform == "linux":
-            tokens = max(self._limits.reserved_tokens_min, pages(self._limits.reserved_times * total))
-            with suppress(OSError):  # no more mappings, or a system that promises no more than it has
-                return reserve((rows, heads, tokens, size), new.dtype)
+        tokens = max(self._limits.reserved_tokens_min, pages(self._limits.reserved_times * total))
+        if self._reserves and (reserved := reserve((rows, heads, tokens, size), new)) is not None:
+            return reserved
         return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
 
     def _start_of(self, past: Tensor, new: Tensor) -> int:

@@ -3,9 +3,7 @@
 Only layers that keep every position can be cut: windows and recurrent states know the end of a past alone.
 """
 
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -85,16 +83,10 @@ def _kinds(cache: SpanCache) -> set[tuple[torch.dtype, torch.device]]:
 def _copied(cache: SpanCache, start: int, stop: int) -> PastBlock:
     cut = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in cache.layers]
     shapes = tuple((keys.shape, values.shape) for keys, values in cut)
-    data = _empty(cut[0][0], sum(keys.numel() + values.numel() for keys, values in cut))
-    block = PastBlock(data, shapes)
+    like, numbers = cut[0][0], sum(keys.numel() + values.numel() for keys, values in cut)
+    data = reserve((numbers,), like)
+    block = PastBlock(like.new_empty(numbers) if data is None else data, shapes)
     for into, pair in zip(block.layers, cut, strict=True):
         for side in (0, 1):
             into[side].copy_(pair[side])
     return block
-
-
-def _empty(like: Tensor, numbers: int) -> Tensor:
-    if like.device.type == "cpu" and sys.platform == "linux":
-        with suppress(OSError):  # no more mappings
-            return reserve((numbers,), like.dtype)
-    return like.new_empty(numbers)

@@ -80,7 +80,7 @@ async def literal_addresses(
             except (OSError, UnicodeError):
                 continue
         for literal in filter(makes_sense, hosts):
-            with suppress(Exception):  # some that are read cannot be written; the parser raises whatever it likes
+            with suppress(Exception):  # some that are read cannot be written, in many ways
                 text = "/".join(["", f"ip{ipaddress.ip_address(literal).version}", literal, *rest])
                 usable.append(Multiaddr(text).to_bytes())
     return usable
