@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarm.limits import limit
 from swarm.net.address import Tcp
 from swarm.net.halves import plain, reusable
+from swarm.net.race import end
 from swarm.net.reach import makes_sense
 
 
@@ -95,41 +96,36 @@ async def punch(
         door = reusable(here.family, here.port)  # the one who is a moment later comes in here
     except OSError:
         return None
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[socket.socket | None]]()
+    loop = asyncio.get_running_loop()
     found: socket.socket | None = None
+
+    def drop(late: socket.socket | None) -> None:
+        if late is not None and late is not found:
+            late.close()
+
     try:
         door.listen(4)
-        tasks = {
-            loop.create_task(_come_in(door, to.host)),
-            loop.create_task(_go_out(here, to, limits)),
-        }
+        tasks = (loop.create_task(_come_in(door, to.host)), loop.create_task(_go_out(here, to, limits)))
+        tasks[0].add_done_callback(lambda _: door.close())  # it waits for the door's connections until it has ended
+    except OSError:
+        door.close()
+        return None
+    try:
         async with asyncio.timeout(limits.most_s):
-            waiting = tasks
+            waiting = set(tasks)
             while waiting and found is None:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 found = next((sock for task in done if (sock := task.result()) is not None), None)
     except (TimeoutError, OSError):
         pass
     finally:
-        ending = loop.create_task(_end(tasks, door, found))
         try:
-            await asyncio.shield(ending)  # a caller that gives up now leaves it to itself
+            await end(tasks, drop)
         except asyncio.CancelledError:
             if found is not None:
                 found.close()
             raise
     return found
-
-
-async def _end(
-    tasks: "set[asyncio.Task[socket.socket | None]]", door: socket.socket, kept: socket.socket | None
-) -> None:
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, socket.socket) and result is not kept:
-            result.close()
-    door.close()
 
 
 async def _come_in(door: socket.socket, host: str) -> socket.socket | None:
