@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -59,13 +59,18 @@ def aligned_attention(
     if query.shape[2] == 1 or not tells_all or any(other is not None for other in others):
         return step(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, shown: Tensor) -> Tensor:
-        output = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=shown, scale=scaling)
-        return output.transpose(1, 2)
+    # Heads that share keys attend by themselves: a copy of the keys for each would be several times a long past.
+    parts = key.shape[1] if query.shape[1] > key.shape[1] else 1
 
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (repeat_kv(states, groups) for states in (key, value))
-    return _in_blocks(attend, query, keys, values, attention_mask, kwargs.get("sliding_window")), None
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, shown: Tensor) -> Tensor:
+        outputs = []
+        for own, *shared in zip(*(states.chunk(parts, dim=1) for states in (queries, keys, values)), strict=True):
+            keys, values = (states.expand(-1, own.shape[1], -1, -1) for states in shared)
+            output = nn.functional.scaled_dot_product_attention(own, keys, values, attn_mask=shown, scale=scaling)
+            outputs.append(output.transpose(1, 2))
+        return torch.cat(outputs, dim=2)
+
+    return _in_blocks(attend, query, key, value, attention_mask, kwargs.get("sliding_window")), None
 
 
 def aligned_eager_attention(
@@ -101,7 +106,6 @@ def _in_blocks(
     first, end = past // BLOCK_TOKENS * BLOCK_TOKENS, -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
     before, behind = past - first, end - length
     queries = nn.functional.pad(query, (0, 0, before, behind))
-    keys, values = (nn.functional.pad(states, (0, 0, 0, behind)) for states in (key, value))
     if mask is None:
         shown = torch.ones(end - first, end, dtype=torch.bool, device=query.device).tril(first)[None, None]
     else:
@@ -113,8 +117,10 @@ def _in_blocks(
         stop = start + BLOCK_TOKENS
         since = 0 if window is None else max(0, (start - window + 1) // BLOCK_TOKENS * BLOCK_TOKENS)
         rows, columns = slice(start - first, stop - first), slice(since, stop)
-        of_block = keys[:, :, columns], values[:, :, columns], shown[:, :, rows, columns]
-        outputs.append(attend(queries[:, :, rows], *of_block))
+        keys, values = (states[:, :, columns] for states in (key, value))
+        if stop > length:
+            keys, values = (nn.functional.pad(states, (0, 0, 0, behind)) for states in (keys, values))
+        outputs.append(attend(queries[:, :, rows], keys, values, shown[:, :, rows, columns]))
     return torch.cat(outputs, dim=1)[:, before : before + tokens].contiguous()
 
 

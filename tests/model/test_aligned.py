@@ -69,6 +69,25 @@ def test_outputs_are_those_of_the_stock_attention(name, family_dir):
     assert torch.allclose(through(span, hidden[:, :37], hidden[:, 37:38], hidden[:, 38:]), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [2, 36, 100])
+def test_heads_that_share_keys_get_no_copies_of_them(tokens, monkeypatch):
+    real, largest = torch.nn.functional.scaled_dot_product_attention, 0
+
+    def noted(query, key, value, **kwargs):
+        nonlocal largest
+        largest = max(largest, *(states.untyped_storage().nbytes() for states in (key, value)))
+        return real(query, key, value, **kwargs)
+
+    query, key, value = torch.randn(2, 8, tokens, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)
+    copies = (states.repeat_interleave(4, dim=1) for states in (key, value))
+    shown = torch.ones(tokens, 100, dtype=torch.bool).tril(100 - tokens)
+    expected = real(query, *copies, attn_mask=shown).transpose(1, 2)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    output, _ = aligned.aligned_attention(torch.nn.Module(), query, key, value, None)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert largest <= 1.5 * key.nbytes
+
+
 @pytest.mark.parametrize("rollback", [0, 20])
 def test_rolled_back_positions_leave_no_trace(rollback, span_of):
     span = span_of("gemma3_text")
