@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from swarm.client.hf.outputs import Context
 from swarm.client.speculation.drafts import Guess
 from swarm.errors import BadConfiguration
+from swarm.model.traits import cache_argument_of
 
 
 def unfit(draft: str, name: str, why: str) -> BadConfiguration:
@@ -30,6 +31,7 @@ class DraftModel:
     model: PreTrainedModel
     positions_max: int | None
     takes_keep: bool  # whether its forward can compute the last position's logits alone
+    cache_argument: str  # its forward's keyword for the cache
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocabulary: int, name: str) -> "DraftModel":
@@ -42,7 +44,8 @@ class DraftModel:
         if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
             raise unfit(draft, name, f"{config.model_type} models have a recurrent state that cannot be rolled back")
         limit = getattr(config, "max_position_embeddings", None)
-        return cls(model.eval(), limit, "logits_to_keep" in inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        return cls(model.eval(), limit, "logits_to_keep" in parameters, cache_argument_of(parameters))
 
     def draft(self, context: Context) -> "ModelDraft":
         """Return a draft for one text."""
@@ -78,8 +81,10 @@ class ModelDraft:
             self._held, self._next = self._held[:stay], None
         model: Callable[..., Any] = self._small.model
         ids = torch.tensor([path[stay:]], device=self._small.model.device)
-        only_last = {"logits_to_keep": 1} if self._small.takes_keep else {}
-        logits = model(input_ids=ids, past_key_values=self._cache, use_cache=True, **only_last).logits[0, -1]
+        more: dict[str, Any] = {self._small.cache_argument: self._cache}
+        if self._small.takes_keep:
+            more["logits_to_keep"] = 1
+        logits = model(input_ids=ids, use_cache=True, **more).logits[0, -1]
         token, confidence, is_drawn = self._draws.choose(path, logits)
         kind = -1 - int(10 * min(confidence, 0.99))  # by tenths; those of look-up are positive
         self._held, self._next = list(path), Guess(token, kind, None if is_drawn else confidence)

@@ -188,7 +188,7 @@ class DistributedModel(HeadedModel):
         """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if self._chat is not None and kwargs.get(name) is None:
+        if self._chat is not None and self.backend.traits.cache_in(kwargs) is None:
             _check_uses_cache(self.generation_config, kwargs)
             if isinstance(ids, Tensor):
                 self._chat.take_back_to(ids)
@@ -277,7 +277,7 @@ class DistributedModel(HeadedModel):
         if call is None:  # the decoder is called on its own
             call = self._calls.current = _Call(mask=kwargs.get("attention_mask"))
         name = self.backend.traits.cache_argument
-        cache = kwargs.get(name)
+        cache = kwargs[name] if name in kwargs else self.backend.traits.cache_in(kwargs)
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)

@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,23 @@ class Traits:
     positions_max: int | None  # the config's declared limit, if any
     has_wide_residual: bool  # whether blocks hand on float32 in whatever dtype they compute, as Mamba's do
 
+    def cache_in(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the caller passed
+        """Return the cache among a forward's keyword arguments, and leave it there by the name that the family has."""
+        for name in cache_names():
+            if name != self.cache_argument and name in arguments:
+                arguments.setdefault(self.cache_argument, arguments.pop(name))
+        return arguments.get(self.cache_argument)
+
+
+def cache_names() -> tuple[str, ...]:
+    """Return the keywords by which forwards have taken their cache, the newest first."""
+    return "cache", "cache_params", "past_key_values"
+
+
+def cache_argument_of(parameters: Container[str]) -> str:
+    """Return a forward's keyword for its cache. Code that is not `transformers`' own may still have an older one."""
+    return next((name for name in cache_names() if name in parameters), cache_names()[-1])
+
 
 def traits_of(config: PretrainedConfig) -> Traits:
     """Examine a family. Raises UnsupportedArchitecture with the reason why it cannot be split."""
@@ -75,8 +92,7 @@ def traits_of(config: PretrainedConfig) -> Traits:
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     kinds = _kinds(decoder_config, decoder)
-    names = ("cache", "cache_params", "past_key_values")  # the newest first: a family may still take an older one
-    cache_argument = next((name for name in names if name in parameters), "past_key_values")
+    cache_argument = cache_argument_of(parameters)
     returns = _trace(model, int(decoder_config.hidden_size), cache_argument)
     return Traits(
         model_type=str(config.model_type),

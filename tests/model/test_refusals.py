@@ -1,6 +1,7 @@
 """Families that nobody named are refused for what they do, and not only for what they are called."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,20 @@ def test_traits_tell_what_a_client_must_know(name: str) -> None:
     assert found.n_blocks == len(found.kinds) == 6
     assert found.hidden_size == 64
     assert found.embedding_size == (32 if name == "opt" else 64)
-    assert found.cache_argument == ("cache_params" if name == "mamba2" else "past_key_values")
+    assert found.cache_argument in {"cache", "cache_params" if name == "mamba2" else "past_key_values"}
     assert found.can_roll_back == ("linear" not in found.kinds)
     assert found.returns == (1 if name.startswith(("falcon", "bloom")) else 0)
+
+
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+@pytest.mark.parametrize("passed", ["cache", "cache_params", "past_key_values"])
+def test_a_cache_is_found_by_any_of_its_names(argument: str, passed: str) -> None:
+    found = replace(traits_of(make("llama")), cache_argument=argument)
+    arguments = {"input_ids": 1, passed: 2}
+    assert found.cache_in(arguments) == 2
+    assert arguments == {"input_ids": 1, argument: 2}
+    assert found.cache_in({"input_ids": 1}) is None
+    assert found.cache_in({"past_key_values": 1, "cache": 2} if argument == "cache" else {argument: 2}) == 2
 
 
 def test_a_second_state_from_block_to_block_is_found() -> None:
