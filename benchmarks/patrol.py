@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -36,6 +37,7 @@ from swarm.identity import Identity
 from swarm.model.loading import load_ends
 from swarm.model.span import Span
 from swarm.model.tokens import TokenEnds
+from swarm.protocol.messages import POSITIONS_MAX
 from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
 from tests.support.lying_server import LIES
 from tests.support.swarms import DEMO_CHECKPOINT
@@ -86,10 +88,15 @@ def runs_of(dtype: str, lie: str, runs: int, draws: Random) -> list[list[int]]:
         passages = Passages(tokenizer_of(checkpoint.model), ends.vocabulary, draws)
         wanted = Wanted(checkpoint.root, "demo", checkpoint.n_blocks, None)
         for _ in range(runs):
-            patrol = Patrol(wanted, lambda n: ends.embed(torch.tensor([passages.ids(n)]), 0), draws=draws)
+            text = partial(_text, ends, passages)
+            patrol = Patrol(wanted, text, checkpoint.traits.positions_max or POSITIONS_MAX, draws=draws)
             found.append(run_of(swarm, patrol, liar))
             print(f"{dtype}, {lie}: {found[-1]}", flush=True)
     return found
+
+
+def _text(ends: TokenEnds, passages: Passages, positions: int) -> torch.Tensor:
+    return ends.embed(torch.tensor([passages.ids(positions)]), 0)
 
 
 def run_of(swarm: InProcessSwarm, patrol: Patrol, liar: str) -> list[int]:

@@ -160,7 +160,10 @@ class Announcement(Envelope):
     """One server's claim of one span. Rates are measured tokens per second; None is "not measured yet"."""
 
     version: Annotated[Printable, StringConstraints(min_length=1, max_length=32)]
-    numeric_class: str = Field(pattern=r"^[a-z0-9][a-z0-9_.+-]{0,31}$", description='dtype and quantisation: "float32"')
+    numeric_class: Annotated[str, StringConstraints(max_length=32)] = Field(
+        pattern=r"^[a-z0-9][a-z0-9_.-]*(\+[a-z0-9_.-]*)?(\+[a-z0-9_.-]+)?$",  # as NumericClass reads, with torch
+        description='dtype and quantisation: "float32"',
+    )
     addresses: Annotated[tuple[Address, ...], Field(max_length=RECORD.addresses_max)]
     channel_key: Hex32
     decode_tps: Rate | None = None

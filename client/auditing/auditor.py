@@ -160,16 +160,20 @@ class Auditor:
 
     async def collect(self, case: Case, wrong: frozenset[str]) -> None:
         """Get evidence against wrong processes that took part in the latest audit, where it can be had and is kept."""
+        if self._evidence is None:
+            return
         way, limits = Way(self.drawn_route, self._opened), self._limits.collect
         plan = self._plan(case, min(case.testimony.length, limits.positions_max))
-        for process in sorted(wrong & self._met.keys()) if self._evidence is not None else ():
+        until = asyncio.get_running_loop().time() + limits.all_s
+        for process in sorted(wrong & self._met.keys()):
             hop = self._met[process]
             try:
-                found = await collected(hop, case.testimony, case.blocks, plan, wrong, way, limits)
-            except SwarmError as error:
-                _log.info("no evidence", peer=hop.peer_id, why=str(error))
+                async with asyncio.timeout_at(until):
+                    found = await collected(hop, case.testimony, case.blocks, plan, wrong, way, limits)
+            except (SwarmError, TimeoutError) as error:
+                _log.info("no evidence", peer=hop.peer_id, why=str(error) or "it takes too long")
                 continue
-            if found is not None and self._evidence is not None:
+            if found is not None:
                 self._evidence(found)
 
     async def _verdict(self, case: Case) -> tuple[Verdict, dict[str, Hop]]:

@@ -39,6 +39,7 @@ class CollectLimits:
     positions_max: int = limit(128, "positions", "of a session that is to be evidence; the first ones of the audited")
     steps: int = limit(32, "positions", "of these come one by one, the others as a prompt before")
     tries_max: int = limit(4, "sessions", "with a server that is wrong at times; then there is no evidence")
+    all_s: float = limit(120.0, "s", "against all wrong servers of an audit, then no more is asked for")
     receipt_s: float = limit(5.0, "s", "a server that sends no receipt for so long gives none")
 
 

@@ -6,6 +6,7 @@ The server is drawn among those that answer, each with the same chance; half of 
 there are any. The hops beside it are drawn, too. So neither claims nor guesses say which server is audited next.
 """
 
+import asyncio
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class PatrolLimits:
     prompt: tuple[int, int] = limit((16, 64), "positions", "of the prompt of an audit's session, drawn between these")
     steps: tuple[int, int] = limit((40, 80), "steps", "of one position behind it, drawn between these")
     step_s: float = limit(30.0, "s", "a route that takes longer for one step is not audited")
+    session_s: float = limit(60.0, "s", "of an audit's session; a slower one is audited for its first answers")
     audits: AuditLimits = field(default_factory=lambda: AuditLimits(replays_max=64, audit_s=120.0))
     docket: DocketLimits = field(default_factory=DocketLimits)
 
@@ -51,15 +53,18 @@ class Patrol:
         self,
         wanted: Wanted,
         text: Callable[[int], Tensor],
+        positions_max: int,
         limits: PatrolLimits = PatrolLimits(),
         draws: random.Random | None = None,
         evidence: Callable[[Evidence], object] | None = None,
     ) -> None:
         """text: embeds so many positions of a fresh text, [1, positions, hidden_size]; servers must not know it.
 
+        positions_max: that users' sessions of the model ask for. Audits do so, too, or servers could tell them.
         draws: of servers, routes and lengths; servers must not know it. evidence: as an Auditor's.
         """
         self._wanted, self._text, self._limits = wanted, text, limits
+        self._positions_max = positions_max
         self._draws = draws or random.SystemRandom()
         self._evidence = evidence
         self._docket = Docket(limits.docket, self._draws)
@@ -92,8 +97,8 @@ class Patrol:
             return Findings(why="no server that answers serves the model")
         try:
             case = await self._case(auditor, member, drawn)
-        except SwarmError as error:
-            return Findings(drawn.announcement.peer_id, why=str(error))
+        except (SwarmError, TimeoutError) as error:
+            return Findings(drawn.announcement.peer_id, why=str(error) or "its session takes too long")
         if case is None:
             return Findings(drawn.announcement.peer_id, why="hops changed before they answered")
         false = self._signed_falsely(case)
@@ -117,10 +122,11 @@ class Patrol:
     async def _case(self, auditor: Auditor, member: Member, drawn: SignedAnnouncement) -> Case | None:
         """Have a session through a server. None where it told no outputs. Raises SwarmError."""
         prompt, steps = (self._draws.randint(*between) for between in (self._limits.prompt, self._limits.steps))
+        steps = min(steps, self._positions_max - prompt)
         target, blocks = Hop(drawn, drawn.announcement.span), Blocks(0, self._wanted.n_blocks)
         plan = SessionPlan(
             root=self._wanted.root,
-            positions_max=prompt + steps,
+            positions_max=self._positions_max,
             rollback_max=0,
             step_timeout_s=self._limits.step_s,
             wait_for_blocks_s=0.0,
@@ -133,9 +139,10 @@ class Patrol:
         first = First(Activations(hidden[:, :prompt]), want=1)
         session = await member.sessions.open(plan, blocks, fixed(hops), first=first)
         try:
-            await _converse(session, hidden, first)
+            async with asyncio.timeout(self._limits.session_s):
+                await _converse(session, hidden, first)
             answers = await session.inlet.receipts(self._limits.audits.collect.receipt_s)
-        except SwarmError:  # who breaks a session off is audited for what was told until then
+        except (SwarmError, TimeoutError):  # who breaks a session off is audited for what was told until then
             if session.testimony() is None:
                 raise
             answers = ()

@@ -196,11 +196,13 @@ class Router:
 
     def renewed(self, hop: Hop) -> Hop:
         """Return the hop with the newest record of its process in the latest survey: sessions outlive records."""
-        blocks = hop.announcement.blocks  # a process that moves announces others, too
+        blocks = hop.announcement.blocks  # a process that moves announces others, too; none changes its class
         known = (
             each
             for each in self.surveys.latest.servers
-            if process_of(each.announcement) == hop.process and each.announcement.blocks == blocks
+            if process_of(each.announcement) == hop.process
+            and each.announcement.blocks == blocks
+            and each.announcement.numeric_class == hop.numeric_class
         )
         newest = max(known, key=lambda each: each.announcement.issued, default=hop.signed)
         return replace(hop, signed=newest) if newest.announcement.issued > hop.announcement.issued else hop

@@ -80,9 +80,20 @@ class Sessions:
         planner: finds the hops, and later those that take over from others. limits: this session's own. first: the step
         that is called next. renewed: is asked of hops that stay when others are replaced.
         """
+        while True:
+            before = self.avoidance.banned
+            session = await self._opened(plan, Finder(blocks, planner, renewed), limits, first)
+            found_wrong = self.avoidance.banned - before  # meanwhile
+            if not any(hop.peer_id in found_wrong for hop in session.route):
+                return session
+            await session.close()
+
+    async def _opened(
+        self, plan: SessionPlan, finder: Finder, limits: SessionLimits | None, first: First | None
+    ) -> Session:
         shared = self._shared if limits is None else replace(self._shared, limits=limits)
         session_id = self._new_id()
-        session = Session(session_id, plan, Finder(blocks, planner, renewed), shared)
+        session = Session(session_id, plan, finder, shared)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:
@@ -94,10 +105,12 @@ class Sessions:
 
     def expel(self, process: str) -> None:
         """Do without a peer from now on: a process of it has computed wrongly. Its sessions begin anew elsewhere."""
-        self.avoidance.ban(process.partition("/")[0])
+        peer = process.partition("/")[0]
+        self.avoidance.ban(peer)
         for session in self.open_sessions:
-            if any(hop.process == process for hop in session.route):
-                session.expel(process)
+            for hop in session.route:
+                if hop.peer_id == peer:
+                    session.expel(hop.process)
 
     async def close(self) -> None:
         """End all sessions and all channels."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import structlog
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -40,6 +41,9 @@ from swarm.model.tokens import TokenEnds
 from swarm.monitor.allowance import Allowance, AllowanceLimits
 from swarm.monitor.auditing import AuditingLimits, AuditLine, Orders
 from swarm.options import LOG_LEVELS, NETWORK, Number, access_options, split_peers
+from swarm.protocol.messages import POSITIONS_MAX
+
+_log = structlog.get_logger("swarm.audits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,8 @@ def load_patrol(model: str, draws: random.Random, evidence: Path | None = None) 
 
     wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, None)
     keep = None if evidence is None else Folder(evidence).keep
-    return checkpoint.root, Patrol(wanted, text, draws=draws, evidence=keep)
+    positions_max = min(checkpoint.traits.positions_max or POSITIONS_MAX, POSITIONS_MAX)
+    return checkpoint.root, Patrol(wanted, text, positions_max, draws=draws, evidence=keep)
 
 
 def _ids(tokenizer: Any, text: str) -> Sequence[int]:  # noqa: ANN401 - transformers' own class
@@ -133,6 +138,9 @@ async def audited(patrol: Patrol, arguments: AuditArguments, orders: Orders) -> 
             return replace(found, took_s=time.monotonic() - began)
     except SwarmError as error:
         return Findings(why=str(error), took_s=time.monotonic() - began)
+    except Exception as error:  # noqa: BLE001 - what a server does must not end the auditor, which remembers the others
+        _log.exception("an audit has failed")
+        return Findings(why=f"an audit has failed: {type(error).__name__}", took_s=time.monotonic() - began)
 
 
 def line_of(root: str, findings: Findings, doubted: frozenset[str]) -> AuditLine:

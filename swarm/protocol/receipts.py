@@ -24,9 +24,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.activations import Activations
+from swarm.activations import Activations, NumericClass
 from swarm.blocks import BLOCKS_MAX
 from swarm.identity import Identity, peer_id_of, verify
 from swarm.limits import limit
@@ -59,6 +59,11 @@ class Form:
     signed: bytes = b"swarm receipt"
 
 
+def _check_class(text: str) -> str:
+    NumericClass.parse(text)
+    return text
+
+
 class Statement(BaseModel):
     """A hop's words, which it signs.
 
@@ -72,7 +77,7 @@ class Statement(BaseModel):
     peer: Digest
     session: SessionId
     root: Digest
-    numeric_class: Annotated[str, Field(max_length=64)]
+    numeric_class: Annotated[str, Field(max_length=64), AfterValidator(_check_class)]
     start: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     rows: Annotated[int, Field(ge=1, le=1 << 16)]

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from swarm.client.auditing.auditor import AuditLimits
+from swarm.client.planning.route import process_of
 from swarm.client.planning.router import RouterLimits
+from swarm.client.session.restore import Restorer
 from swarm.errors import NoRoute
 from tests.client.test_repair import ONE, SPANS, After, route_of, settings
 from tests.support.inprocess import inprocess
@@ -143,6 +145,38 @@ def test_chat_on_a_wrong_server_begins_anew_elsewhere(checkpoint, full):
             beside.join()
             assert torch.equal(model.generate(said, **settings()), full.generate(said, **settings()))
             assert not liar.handler.sessions
+
+
+def test_a_server_that_is_found_while_a_session_opens_computes_nothing_of_it(checkpoint, full, monkeypatch):
+    real = Restorer.restore
+
+    async def restore(self, deadline):
+        await real(self, deadline)
+        sessions.expel(f"{liar.me.identity.peer_id}/another process")
+
+    with inprocess(checkpoint, "0:6") as swarm, audited(swarm, replace(ALL, share=0.0)) as model:
+        (honest,), sessions = swarm.servers, model.backend.membership.sessions
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        sessions.avoidance.declined(process_of(honest.announcement("online")), 60.0)
+        monkeypatch.setattr(Restorer, "restore", restore)
+        assert torch.equal(model.generate(ONE, **settings()), full.generate(ONE, **settings()))
+        assert route_of(swarm, model) == [honest]
+
+
+def test_no_process_of_a_wrong_peer_keeps_a_session(checkpoint, full):
+    with inprocess(checkpoint) as swarm, audited(swarm, replace(ALL, share=0.0)) as model:
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        with model.inference_session(max_length=64):
+            said = model.generate(ONE, **settings())
+            honest, sessions = swarm.serve("0:6"), model.backend.membership.sessions
+            model.backend._loop.run(_call(sessions.expel, f"{liar.me.identity.peer_id}/another process"))
+            model.backend.membership.router.limits = RouterLimits(survey_fresh_s=0.0, survey_age_s=0.0)
+            assert torch.equal(model.generate(said, **settings()), full.generate(said, **settings()))
+            assert route_of(swarm, model) == [honest]
+
+
+async def _call(function, *arguments):
+    function(*arguments)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """An auditor of a whole swarm, over real sockets: it draws servers, finds the wrong one, and takes no other for it."""
 
+import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,11 +17,16 @@ from swarm.client.auditing.patrol import Patrol, PatrolLimits
 from swarm.client.auditing.verify import verify
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
+from swarm.client.session.plan import SessionPlan
 from swarm.dht.directory import Directory
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
+from swarm.monitor import audit
+from swarm.monitor.audit import AuditArguments
+from swarm.monitor.auditing import Orders
 from swarm.protocol import receipts
+from swarm.protocol.messages import POSITIONS_MAX
 from tests.client.test_audits import leaves_a_block_out
 from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
 
@@ -42,7 +48,8 @@ class Auditing:
         def text(positions: int) -> torch.Tensor:
             return ends.embed(torch.tensor([passages.ids(positions)]), 0)
 
-        self.patrol = Patrol(wanted, text, limits, draws, self.evidence.append)
+        positions_max = checkpoint.traits.positions_max or POSITIONS_MAX
+        self.patrol = Patrol(wanted, text, positions_max, limits, draws, self.evidence.append)
 
     def audit(self, answering: Collection[str] | None = None, left_out: Collection[str] = ()) -> Findings:
         servers = [peer_of(server) for server in self.swarm.servers]
@@ -110,6 +117,48 @@ def test_a_wrong_server_that_breaks_its_sessions_off_is_found(checkpoint):
         assert (findings.wrong, findings.why) == ({liar}, "")
 
 
+def test_a_slow_server_is_audited_for_what_it_told_in_time(checkpoint):
+    steps = 0
+
+    def lie(span: Any) -> None:
+        leaves_a_block_out(span)
+
+        def hook(module: object, inputs: object, output: torch.Tensor) -> None:
+            nonlocal steps
+            if output.shape[1] == 1:
+                steps += 1
+                time.sleep(0.1)
+
+        next(module for name, module in span.model.named_modules() if name.endswith("mlp")).register_forward_hook(hook)
+
+    with inprocess(checkpoint, "0:6", "0:6") as swarm:
+        liar = peer_of(swarm.serve("0:6", lie=lie))
+        auditing = Auditing(swarm, replace(SHORT, steps=(80, 80), session_s=0.5))
+        for _ in range(12):
+            steps = 0
+            findings = auditing.audit()
+            if findings.drawn == liar:
+                break
+        assert (findings.wrong, findings.why) == ({liar}, "")
+        assert steps < 80, "beside those of a session for evidence"
+
+
+def test_an_audit_asks_for_as_many_positions_as_users_do(checkpoint, monkeypatch):
+    asked, terms = set[int](), SessionPlan.terms
+
+    def noted(plan: SessionPlan, *args: Any, **kwargs: Any) -> Any:
+        asked.add(plan.positions_max)
+        return terms(plan, *args, **kwargs)
+
+    monkeypatch.setattr(SessionPlan, "terms", noted)
+    with inprocess(checkpoint, *SPANS) as swarm:
+        with swarm.client() as model:
+            model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2, pad_token_id=0)
+        assert len(asked) == 1
+        assert Auditing(swarm).audit().agreed
+        assert len(asked) == 1
+
+
 @pytest.mark.parametrize("lie", ["inputs", "outputs"])
 def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(checkpoint, lie, monkeypatch):
     sign = receipts.Receipt.sign
@@ -165,3 +214,21 @@ def test_texts_differ_and_have_the_length_that_is_wanted():
 def test_a_model_without_a_tokenizer_gets_drawn_tokens(tokenize):
     ids = Passages(tokenize, 100, Random(1)).ids(50)
     assert (len(ids), min(ids) >= 0, max(ids) < 100) == (50, True, True)
+
+
+async def test_an_audit_that_fails_in_any_way_does_not_end_the_auditor(monkeypatch):
+    @asynccontextmanager
+    async def member(*_: object, **__: object) -> AsyncIterator[None]:
+        yield None
+
+    class Failing:
+        async def audit(self, *_: object) -> Findings:
+            raise ValueError("of a stranger's making")
+
+    monkeypatch.setattr(audit, "joined", member)
+    arguments = AuditArguments(
+        models=(), every_s=1.0, share=1.0, evidence=None, initial_peers=(), network=NETWORK, network_key=None,
+        allow_peers=None, identity=None,
+    )  # fmt: skip
+    found = await audit.audited(Failing(), arguments, Orders(answering=(), left_out=()))
+    assert "ValueError" in found.why

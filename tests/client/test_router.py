@@ -285,6 +285,7 @@ async def test_a_hop_gets_the_newest_record_of_its_own_process():
     await router.surveys.read()
     assert router.renewed(hop) is hop
     moving = announced(issued=known.issued + 80.0, blocks=(2, 4))
-    router, *_ = router_of(restarted, newer, another, moving)
+    unlike = announced(issued=known.issued + 90.0, numeric_class="bfloat16")
+    router, *_ = router_of(restarted, newer, another, moving, unlike)
     await router.surveys.read()
     assert router.renewed(hop) == replace(hop, signed=newer)

@@ -232,6 +232,13 @@ def test_a_receipt_with_another_word_is_not_signed(changes):
         Receipt.read(statement(**changes).model_dump_json(), signature)
 
 
+@pytest.mark.parametrize("name", ["x\nserver   12D3KooW", "float32\x1b[1A", "a+b+c+d", ""])
+def test_a_receipt_of_no_numeric_class_is_refused(name):
+    receipt = Receipt.sign(statement().model_copy(update={"numeric_class": name}), ALICE)
+    with pytest.raises(ValueError, match="numeric_class"):
+        Receipt.read(receipt.text, receipt.signature)
+
+
 def test_a_signature_for_another_purpose_is_none():
     text = statement().model_dump_json()
     with pytest.raises(ValueError, match="signature"):
