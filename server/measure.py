@@ -116,9 +116,23 @@ def tokens_that_fit(
     """Return how many tokens fit into so many bytes; None: into the memory that the device has left."""
     if cache_bytes is None:
         share = limits.cuda_share if span.device.type == "cuda" else limits.host_share
-        cache_bytes = int(free_bytes(span.device) * share)
+        cache_bytes = int(free_bytes(span.device) * min(share, 1 / (1 + copied_share(span))))
     slack = span.shared.limits.growing.slack_share  # buffers grow by one part in so many more than they need
     return min(limits.pool_tokens_max, max(1, cache_bytes * slack // (slack + 1) // prices.token_bytes))
+
+
+def copied_share(span: Span) -> float:
+    """Return how much of a session's past attention copies at a time, as a share of it.
+
+    A step of several positions copies one block's keys and values for each head that shares them (`repeat_kv` of
+    `transformers`). A span with integer weights copies them once.
+    """
+    config = span.model.config.get_text_config(decoder=True)
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    groups = heads // shared if isinstance(heads, int) and isinstance(shared, int) and shared else 1
+    copies = 1 if span.shared.aligned else groups if groups > 1 else 0
+    kinds = [span.traits.kinds[block] for block in span.blocks]
+    return copies / max(1, sum(kind in {"full", "sliding"} for kind in kinds))
 
 
 def blocks_that_fit(bytes_per_block: int, device: torch.device, limits: MeasureLimits = MeasureLimits()) -> int:

@@ -11,7 +11,8 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.eightbits import is_supported
 from swarm.model.growing import BLOCK_TOKENS, GrowingSlidingLayer
 from swarm.model.loading import load_span
-from swarm.server.measure import cache_prices
+from swarm.server import measure
+from swarm.server.measure import MeasureLimits, cache_prices, tokens_that_fit
 from tests.support.often import rest_is_long
 from tests.support.steps import cuts_that_show, random, through
 
@@ -86,6 +87,20 @@ def test_heads_that_share_keys_get_no_copies_of_them(tokens, monkeypatch):
     output, _ = aligned.aligned_attention(torch.nn.Module(), query, key, value, None)
     assert torch.allclose(output, expected, atol=1e-5)
     assert largest <= 1.5 * key.nbytes
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_kv_pool_leaves_room_for_what_attention_copies(quantize, family_dir, monkeypatch):
+    free, copies = 10_000_000, 2 if quantize is None else 1  # two heads share keys
+    monkeypatch.setattr(measure, "free_bytes", lambda device: free)
+    for blocks in (Blocks(0, 1), Blocks(0, 6)):
+        span = load_span(open_checkpoint(family_dir("llama")), blocks, dtype=torch.float32, quantize=quantize)
+        with torch.inference_mode():
+            prices = cache_prices(span)
+        past = tokens_that_fit(span, prices, None) * prices.token_bytes
+        assert past * (1 + copies / len(blocks)) <= free
+        assert past >= 0.9 * min(MeasureLimits().host_share, 1 / (1 + copies / len(blocks))) * free
+        assert tokens_that_fit(span, prices, 5_000_000) * prices.token_bytes > 4_500_000  # as it is told
 
 
 @pytest.mark.parametrize("rollback", [0, 20])
