@@ -283,9 +283,23 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "an accusation holds between the same hops",
                 "client/auditing/inquest.py",
-                "if elsewhere is not None and not agree(elsewhere, right):",
+                "if elsewhere is not None and (yield from _differs(elsewhere, blamed, beside, right, agree)):",
                 "if True:",
                 "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
+            ),
+            (
+                "an accusation needs no control",
+                "client/auditing/inquest.py",
+                "if control is None or agree(control, elsewhere):",
+                "if control is None:",
+                "test_accused_between_others_is_compared_with_another_one_there",
+            ),
+            (
+                "between others the accused is compared with a spoiled route",
+                "client/auditing/inquest.py",
+                "if agree(control, right):",
+                "if True:",
+                "test_accused_between_others_is_compared_with_another_one_there",
             ),
         ],
         "A server that is wrong at times gets no honest one found": [
