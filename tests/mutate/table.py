@@ -279,6 +279,15 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_third_holder_that_agrees_with_the_accused_clears_it",
             ),
         ],
+        "An auditor's page blames no server for another's doubt": [
+            (
+                "the odds blame one of two that are never apart",
+                "client/auditing/odds.py",
+                "return all(len(companies) - count >= limits.disputes_min for count in together.values())",
+                "return True",
+                "test_a_server_that_lies_only_beside_an_honest_one_gets_it_not_found",
+            ),
+        ],
         "A server that lies only beside another gets it not blamed": [
             (
                 "an accusation holds between the same hops",
