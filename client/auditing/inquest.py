@@ -23,7 +23,7 @@ the hops beside them, so one of these must not get a server blamed by what it do
 If none makes a difference, a server was wrong once. If the session's route stands by its answers, and the reference
 does not, it was one of the reference; if it is the other way round, one of the session's.
 
-A replay looks to servers like any prompt.
+A replay begins like the session (`swarm.client.auditing.replaying`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

@@ -263,6 +263,22 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_chat_on_a_wrong_server_begins_anew_elsewhere",
             ),
         ],
+        "Servers cannot tell a replay of an audit by its beginning": [
+            (
+                "a replay waits for its hops before it sends the prompt",
+                "client/auditing/auditor.py",
+                "self._opened(plan, case.blocks, hops, first)",
+                "self._opened(plan, case.blocks, hops)",
+                "test_a_replay_opens_and_begins_as_its_session_did",
+            ),
+            (
+                "a replay has no steps of one position",
+                "client/auditing/replaying.py",
+                "min(prompt + singles, testimony.length)",
+                "prompt",
+                "test_a_server_that_is_wrong_in_single_steps_alone_is_found",
+            ),
+        ],
         "A lying auditor gets no honest server left out alone": [
             (
                 "the reference is right without a third",
