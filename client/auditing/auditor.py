@@ -33,7 +33,7 @@ from swarm.client.session.plan import Planner, SessionPlan
 from swarm.client.session.session import First, Session
 from swarm.client.session.sessions import Sessions
 from swarm.client.session.transcript import Testimony
-from swarm.errors import NoRoute, SwarmError
+from swarm.errors import HopFailed, NoRoute, Refused, StepTimeout, SwarmError
 from swarm.limits import limit
 from swarm.protocol.tensors import Coding
 
@@ -47,7 +47,7 @@ class AuditLimits:
     share: float = limit(0.02, "of sessions", "are audited; servers compute their positions once more")
     waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
     positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
-    steps: int = limit(16, "positions", "of a replay come one by one at most, behind its prompt; the number is drawn")
+    steps: int = limit(8, "positions", "of a replay come one by one at most, behind its prompt; the number is drawn")
     tries_max: int = limit(2, "routes", "tried for a replay, where servers that were drawn for it fail")
     replays_max: int = limit(256, "replays", "of one audit; after a dispute, the session's servers are avoided then")
     audit_s: float = limit(600.0, "s", "after which an audit begins no further replay")
@@ -184,14 +184,14 @@ class Auditor:
             return sorted(drawn, key=lambda hop: hop.process != case.first)
 
         singles = round(self._limits.steps ** self._draws.random())  # few most often, and no number is the last one
-        shape = shape_of(case.testimony, singles)
+        shape, broken = shape_of(case.testimony, singles), set[str]()
         course = inquest(claim, _agreement(case.plan.coding), order=order)
         ask, replays, disagrees, now = next(course), 0, False, asyncio.get_running_loop().time
         until = now() + self._limits.audit_s
         while True:
             if replays >= self._limits.replays_max or now() > until:
                 return Verdict(unclear=processes_of(claim.route) if disagrees else frozenset()), met
-            replay = await self._replay(ask, case, shape)
+            replay = await self._replay(ask, case, shape, broken)
             replays += 1
             if replay is not None:
                 met |= {hop.process: hop for hop in replay.route}
@@ -202,13 +202,20 @@ class Auditor:
                 verdict: Verdict = end.value
                 return verdict, met
 
-    async def _replay(self, ask: Ask, case: Case, shape: Shape) -> Replay | None:
-        """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
+    async def _replay(self, ask: Ask, case: Case, shape: Shape, broken: set[str]) -> Replay | None:
+        """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails.
+
+        broken: peers that broke a replay off. They get no more single steps, or what they are wrong in would not show.
+        """
+        kept = {hop.peer_id for hop in ask.kept}
         for _ in range(self._limits.tries_max):
             try:
-                return await self._replayed(ask, case, shape)
+                return await self._replayed(ask, case, shape.without_singles() if kept & broken else shape)
             except SwarmError as error:
                 _log.info("no audit on this route", why=str(error))
+                if isinstance(error, StepTimeout | HopFailed | Refused) and error.peer in kept - broken:
+                    broken.add(error.peer)
+                    continue
             if processes_of(ask.kept) & set(self._sessions.avoidance.processes):
                 break  # others in the place of the drawn ones would not help
         return None

@@ -6,11 +6,12 @@
 
 Servers see a session's steps until the rest comes. So one that is wrong only in steps of one position is wrong in
 replays, too. The number of single steps is drawn for each audit: a server could be wrong only behind a known one. All
-replays of an audit have the same number, so that such a server is wrong in the same way in each.
+replays of an audit have the same number, so that such a server is wrong in the same way in each. A server that breaks
+its replays off gets none: else nothing could be compared with it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ class Shape:
     prompt: int
     want: int
     stop: int
+
+    def without_singles(self) -> "Shape":
+        """Return the steps of which the rest comes right behind the prompt."""
+        return replace(self, stop=self.prompt)
 
 
 def shape_of(testimony: Testimony, singles: int) -> Shape:
