@@ -5,7 +5,8 @@
     verdict -> ledger -> sessions         without the servers that are wrong
             -> evidence                   against these, where the caller keeps any
 
-The user does not wait for an audit. A replay is a session of its own, with the audited one's positions as its prompt.
+The user does not wait for an audit. A replay is a session of its own, with the audited one's positions, and in steps
+that look like that one's (`swarm.client.auditing.replaying`).
 """
 
 import asyncio
@@ -24,16 +25,16 @@ from swarm.client.auditing.collect import CollectLimits, Way, collected
 from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Outputs, Replay, Verdict, inquest, processes_of
 from swarm.client.auditing.ledger import Audits, Ledger
+from swarm.client.auditing.replaying import Shape, computed, opening, shape_of
 from swarm.client.planning.promise import Held
 from swarm.client.planning.route import Hop, classes_of
 from swarm.client.planning.router import Router
 from swarm.client.session.plan import Planner, SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.client.session.sessions import Sessions
 from swarm.client.session.transcript import Testimony
-from swarm.errors import NoRoute, SwarmError
+from swarm.errors import HopFailed, NoRoute, Refused, StepTimeout, SwarmError
 from swarm.limits import limit
-from swarm.protocol.journal import rebuild_messages
 from swarm.protocol.tensors import Coding
 
 _log = structlog.get_logger("swarm.audits")
@@ -46,6 +47,7 @@ class AuditLimits:
     share: float = limit(0.02, "of sessions", "are audited; servers compute their positions once more")
     waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
     positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
+    steps: int = limit(8, "positions", "of a replay come one by one at most, behind its prompt; the number is drawn")
     tries_max: int = limit(2, "routes", "tried for a replay, where servers that were drawn for it fail")
     replays_max: int = limit(256, "replays", "of one audit; after a dispute, the session's servers are avoided then")
     audit_s: float = limit(600.0, "s", "after which an audit begins no further replay")
@@ -185,13 +187,15 @@ class Auditor:
             drawn = self._draws.sample(route, len(route))
             return sorted(drawn, key=lambda hop: hop.process != case.first)
 
+        singles = round(self._limits.steps ** self._draws.random())  # few most often, and no number is the last one
+        shape, broken = shape_of(case.testimony, singles), set[str]()
         course = inquest(claim, _agreement(case.plan.coding), order=order)
         ask, replays, disagrees, now = next(course), 0, False, asyncio.get_running_loop().time
         until = now() + self._limits.audit_s
         while True:
             if replays >= self._limits.replays_max or now() > until:
                 return Verdict(unclear=processes_of(claim.route) if disagrees else frozenset()), met
-            replay = await self._replay(ask, case)
+            replay = await self._replay(ask, case, shape, broken)
             replays += 1
             if replay is not None:
                 met |= {hop.process: hop for hop in replay.route}
@@ -202,38 +206,48 @@ class Auditor:
                 verdict: Verdict = end.value
                 return verdict, met
 
-    async def _replay(self, ask: Ask, case: Case) -> Replay | None:
-        """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
+    async def _replay(self, ask: Ask, case: Case, shape: Shape, broken: set[str]) -> Replay | None:
+        """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails.
+
+        broken: peers that broke a replay off. They get no more single steps, or what they are wrong in would not show.
+        """
+        kept = {hop.peer_id for hop in ask.kept}
         for _ in range(self._limits.tries_max):
             try:
-                return await self._replayed(ask, case)
+                return await self._replayed(ask, case, shape.without_singles() if kept & broken else shape)
             except SwarmError as error:
                 _log.info("no audit on this route", why=str(error))
+                if isinstance(error, StepTimeout | HopFailed | Refused) and error.peer in kept - broken:
+                    broken.add(error.peer)
+                    continue
             if processes_of(ask.kept) & set(self._sessions.avoidance.processes):
                 break  # others in the place of the drawn ones would not help
         return None
 
-    async def _replayed(self, ask: Ask, case: Case) -> Replay:
+    async def _replayed(self, ask: Ask, case: Case, shape: Shape) -> Replay:
         """Compute a session's positions anew on one route. Raises SwarmError."""
         testimony = case.testimony
-        plan = self._plan(case, testimony.length)
+        plan = self._plan(case, shape.prompt)
         hops = await self.drawn_route(ask, case.blocks, classes_of(testimony.route), plan)
-        session = await self._opened(plan, case.blocks, hops)
+        first, singles = opening(testimony, shape)
+        session = await self._opened(plan, case.blocks, hops, first)
         try:
-            return Replay(hops, await _computed(testimony, session))
+            return Replay(hops, await computed(testimony, shape, first, singles, session))
         finally:
             await session.close()
 
     def _plan(self, case: Case, positions: int) -> SessionPlan:
-        """Return the plan of a session that has so many of a case's positions."""
+        """Return the plan of a session whose first step has so many of a case's positions."""
         plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
         return plan.sized(case.testimony.rows, positions, self._sessions.limits.chunks)
 
-    async def _opened(self, plan: SessionPlan, blocks: Blocks, hops: tuple[Hop, ...]) -> Session:
-        """Open a session on hops of which none is ever replaced. Raises SwarmError."""
+    async def _opened(
+        self, plan: SessionPlan, blocks: Blocks, hops: tuple[Hop, ...], first: First | None = None
+    ) -> Session:
+        """Open a session on hops of which none is ever replaced. first: as in `Sessions.open`. Raises SwarmError."""
         recovery = replace(self._sessions.limits.recovery, holders_s=self._limits.holders_s)
         limits = replace(self._sessions.limits, recovery=recovery)
-        return await self._sessions.open(plan, blocks, fixed(hops), limits)
+        return await self._sessions.open(plan, blocks, fixed(hops), limits, first)
 
     async def drawn_route(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
         """Return a route with the hops that are to be kept, and others that are drawn. Raises NoRoute or NetworkError.
@@ -267,19 +281,6 @@ def fixed(hops: tuple[Hop, ...]) -> Planner:
         return hops
 
     return planner
-
-
-async def _computed(testimony: Testimony, session: Session) -> Outputs:
-    """Send a session's positions as one prompt. Returns the outputs of the positions that were told."""
-    outputs: dict[int, Tensor] = {}
-    first = next(iter(testimony.outputs))
-    for message, activations in rebuild_messages("0" * 32, 0, testimony.past, 1, expansion=testimony.expansion):
-        stop = message.start + activations.tokens
-        want = max(0, min(activations.tokens, stop - first))
-        hidden = await session.step(activations, want=want)
-        told = range(stop - want, stop)
-        outputs |= {at: hidden[:, at - told.start] for at in told if at in testimony.outputs}
-    return outputs
 
 
 def _table(outputs: Outputs) -> Tensor:

@@ -1,6 +1,6 @@
 """How far two honest servers' outputs may be apart. Pure.
 
-A server computes a step with one position; an audit computes all positions at once, on other machines, with other
+A server computes a step with one position; an audit computes most positions at once, on other machines, with other
 kernels. Their sums are rounded in another order. benchmarks/audits.py measures the distances of honest servers and of
 wrong ones, and docs/audits.md has them; the bounds lie between.
 """

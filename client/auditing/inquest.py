@@ -13,14 +13,17 @@ it stood: a third holder of the same blocks says which side is right.
     all differ           several do, and nothing says which
 
 A suspect that is wrong in the same way twice is wrong. Else it has to differ in each of several replays, between which
-the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed. And a
-server that others contradict is asked for between other hops, if there are any: one that lies only beside it, which it
-knows, must not get it blamed.
+the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed. Hops know
+the hops beside them, so one of these must not get a server blamed by what it does beside that one:
+
+    it lies there alone         the accused is right between other hops, if there are any
+    it is right there alone     so it has spoiled what the accused is compared with: between other hops the accused
+                                makes no difference to a control, which has another server in its place
 
 If none makes a difference, a server was wrong once. If the session's route stands by its answers, and the reference
 does not, it was one of the reference; if it is the other way round, one of the session's.
 
-A replay looks to servers like any prompt.
+A replay begins like the session (`swarm.client.auditing.replaying`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -269,9 +272,10 @@ def _contradicted(
 ) -> Generator[Ask, Replay | None, Verdict]:
     """Return the verdict on hops that two independent holders contradict: a single one is wrong, between others, too.
 
-    beside: those that it stood between. They know it, and could lie where it is next to them alone; then it or they are
-    in doubt. right: what the others have computed. is_alike: it is wrong in the same way each time. Else one of those
-    beside it may have been wrong at times, so that nothing is shown unless it is wrong between others.
+    beside: those that it stood between. They know it, and could be wrong, or right, where it is next to them alone;
+    then it or they are in doubt. right: what the others have computed, beside the same ones. is_alike: it is wrong in
+    the same way each time. Else one of those beside it may have been wrong at times, so that nothing is shown unless it
+    is wrong between others.
     """
     blamed = processes_of(hops)
     if len(blamed) > 1:
@@ -279,10 +283,32 @@ def _contradicted(
     is_clear = not beside or is_alike
     for _ in range(limits.repeats_min if beside else 0):
         elsewhere = yield Ask(tuple(hops), beside)  # None may be a replay that has failed: it is asked for again
-        if elsewhere is not None and not agree(elsewhere, right):
+        if elsewhere is not None and (yield from _differs(elsewhere, blamed, beside, right, agree)):
             return Verdict(wrong=blamed)
         is_clear &= elsewhere is None
     return Verdict(wrong=blamed) if is_clear else Verdict(doubted=blamed | beside)
+
+
+def _differs(
+    elsewhere: Replay, blamed: frozenset[str], beside: frozenset[str], right: Replay, agree: Agree
+) -> Generator[Ask, Replay | None, bool]:
+    """Return whether the accused makes a difference between other hops: to `right`, and to another server there.
+
+    Some of these hops may be wrong, too. Then the difference has to repeat itself.
+    """
+    if agree(elsewhere, right):
+        return False
+    around = tuple(hop for hop in elsewhere.route if hop.process not in blamed)
+    control = yield Ask(around, blamed | beside)
+    if control is None or agree(control, elsewhere):
+        return False
+    if agree(control, right):
+        return True
+    for replay in (control, elsewhere):
+        again = yield Ask(replay.route)
+        if again is None or not agree(again, replay):
+            return False
+    return True
 
 
 def _wrong_again(

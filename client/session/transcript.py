@@ -23,7 +23,8 @@ class Testimony:
 
     past: all positions, in order, as the client's journal has them; expansion makes activations of it, if it keeps
     token ids. outputs: as in `Transcript`. route: the hops, which were the same until then. has_moved: others took over
-    after that, for whose outputs nobody could tell which of all these hops were wrong.
+    after that, for whose outputs nobody could tell which of all these hops were wrong. want: outputs in the first
+    answer that had any.
     """
 
     past: tuple[Past, ...]
@@ -31,6 +32,7 @@ class Testimony:
     route: tuple[Hop, ...]
     expansion: Expansion | None = None
     has_moved: bool = False
+    want: int = 1
 
     @property
     def rows(self) -> int:
@@ -58,12 +60,13 @@ class Transcript:
         self._first: Testimony | None = None  # of those before them, if these told anything
         self._outputs: dict[int, Tensor] = {}  # by position, in order: [rows, hidden_size]
         self._n_bytes = 0
+        self._want = 0  # outputs in the first answer that had any
 
     def testimony(self, past: Sequence[Past]) -> Testimony | None:
         """Return what an audit takes; None where nothing was told. past: of all that was answered until now."""
         if self._has_moved or not self._outputs:
             return self._first
-        return Testimony(tuple(past), dict(self._outputs), self._route, self._expansion)
+        return Testimony(tuple(past), dict(self._outputs), self._route, self._expansion, want=self._want)
 
     def stands(self, hops: tuple[Hop, ...], past: Sequence[Past]) -> None:
         """Note the hops that compute from now on. past: of all that was answered before."""
@@ -83,6 +86,7 @@ class Transcript:
         for position in [at for at in self._outputs if gathered or at >= keep]:
             self._n_bytes -= self._outputs.pop(position).nbytes
         wanted = 0 if output is None else output.shape[1]
+        self._want = self._want or wanted
         for index in range(wanted):
             assert output is not None
             told = output[:, index].clone()  # not the frame that it came in, which others' outputs share

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from swarm.blocks import Blocks
 from swarm.client.auditing.inquest import Ask, InquestLimits, Replay, Verdict, inquest
 from swarm.client.auditing.ledger import Ledger
+from swarm.client.planning.route import Hop
 from tests.client.test_inquest import hop, names
 
 S, R, T, U, V, W, X = (hop(0, 12) for _ in range(7))
@@ -161,11 +163,49 @@ def test_server_that_is_wrong_otherwise_each_time_may_have_a_wrong_one_beside_it
         course.answer(f"wrong {number}")
         course.answer("r")
     while course.ask.without == names(R):
-        course.answer(elsewhere)
+        course.answer(elsewhere, A, U)
+        if is_wrong:
+            assert course.ask == Ask((U,), names(A, R)), "another server in its place between the same hops"
+            course.answer("r", V, U)
     course.answer("r")  # behind makes no difference
     verdict = course.verdict
     assert verdict is not None
     assert (verdict.wrong, verdict.doubted) == ((names(A), names()) if is_wrong else (names(), names(A, R)))
+
+
+@pytest.mark.parametrize(
+    ("control", "again", "is_wrong"),
+    [
+        (None, (), False),
+        ("s", (), False),
+        ("other", ("other", "s"), True),
+        ("other", ("otherwise",), False),
+        ("other", ("other", "otherwise"), False),
+        ("other", ("other", None), False),
+    ],
+    ids=["none", "makes no difference", "difference", "its others differ", "it differs itself", "is gone"],
+)
+def test_accused_between_others_is_compared_with_another_one_there(
+    control: str | None, again: tuple[str | None, ...], is_wrong: bool
+) -> None:
+    course = contradicted(A, E, reference=(D, R))
+    course.answer("wrong", A, Hop(D.signed, Blocks(4, 6)), R)
+    course.answer("r", T, *course.ask.kept)
+    course.answer("wrong")
+    rounds = 0
+    while course.ask == Ask((A,), names(D, R)):
+        rounds += 1
+        course.answer("s", A, U)
+        assert course.ask == Ask((U,), names(A, D, R))
+        course.answer(control, V, U)
+        for route, each in zip(((V, U), (A, U)), again, strict=False):
+            assert course.ask == Ask(route)
+            course.answer(each)
+    assert rounds == (1 if is_wrong else LIMITS.repeats_min)
+    course.answer("r")  # E makes no difference
+    verdict = course.verdict
+    assert verdict is not None
+    assert (verdict.wrong, verdict.doubted) == ((names(A), names()) if is_wrong else (names(), names(A, D, R)))
 
 
 # References
@@ -257,7 +297,10 @@ def of_two(first: str | None, second: str | None) -> Verdict | None:
             course.answer("s")  # wrong again
         if third is not None:
             assert course.ask.without == names(R), "the one that others contradict is asked for between others"
-            course.answer("s" if third == "r" else "r")  # and wrong there, too
+            wrong = course.ask.kept
+            course.answer("s" if third == "r" else "r", *wrong, U)  # and wrong there, too
+            assert course.ask == Ask((U,), names(*wrong, R))
+            course.answer(third, *wrong, U)  # others in its place are right there
     verdict = course.verdict
     return verdict and Verdict(
         *(frozenset(map(names_of.__getitem__, of)) for of in (verdict.cleared, verdict.wrong, verdict.doubted))

@@ -41,6 +41,16 @@ def is_off_at_times(span):
     blocks[f"{span.blocks.start}.mlp"].register_forward_hook(hook)
 
 
+def is_off_in_single_steps(span):
+    """Steps of one token have outputs that are 5 % off. So a prompt is right."""
+
+    def hook(module, inputs, output):
+        return output if output.shape[1] > 1 else 1.05 * output
+
+    blocks = {name.rpartition("layers.")[2]: module for name, module in span.model.named_modules()}
+    blocks[f"{span.blocks.start}.mlp"].register_forward_hook(hook)
+
+
 def n_audits(model):
     audits = model.audits
     return audits.agreed + audits.disputed + audits.unaudited
@@ -96,6 +106,33 @@ def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
         assert model.backend.membership.sessions.avoidance.banned == {liar.me.identity.peer_id}
         assert torch.equal(generate(model), full.generate(ONE, **settings()))
         assert liar not in route_of(swarm, model)
+
+
+def test_a_server_that_is_wrong_in_single_steps_alone_is_found(checkpoint):
+    with inprocess(checkpoint) as swarm, audited(swarm) as model:
+        liar = swarm.serve("0:6", lie=is_off_in_single_steps)
+        swarm.serve("0:6")
+        swarm.serve("0:6")
+        for _ in range(8):
+            generate(model)
+        assert model.audits.wrong == (liar.me.identity.peer_id,)
+
+
+def test_a_replay_opens_and_begins_as_its_session_did(checkpoint):
+    with inprocess(checkpoint, "0:6", "0:6") as swarm, audited(swarm) as model:
+        sessions, opened = model.backend.membership.sessions, []
+        open_one = sessions.open
+
+        async def noted(plan, blocks, planner, limits=None, first=None, *options):
+            terms = plan.terms(plan.batch, plan.positions_soon, is_first=True)
+            opened.append((terms, first and (first.activations.tokens, first.want)))
+            return await open_one(plan, blocks, planner, limits, first, *options)
+
+        sessions.open = noted
+        generate(model)
+        session, replay = opened
+        assert session == replay
+        assert session[1] == (ONE.shape[1], 1)
 
 
 def test_a_wrong_server_that_leaves_its_sessions_is_found(checkpoint):

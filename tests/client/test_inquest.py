@@ -107,6 +107,31 @@ def test_a_server_that_lies_only_beside_another_gets_it_not_blamed(is_rival):
     assert verdict.suspected, "something was wrong"
 
 
+@dataclass
+class Sparing(World):
+    """One server is right where a certain other one is next to it, and wrong in the same way everywhere else."""
+
+    liar: Hop | None = None
+    spared: Hop | None = None
+
+    def outputs(self, route):
+        assert self.liar is not None
+        assert self.spared is not None
+        return {0: names(self.liar) <= processes_of(route) and not names(self.spared) <= processes_of(route)}
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["before it", "behind it"])
+def test_a_server_that_is_right_only_beside_another_gets_it_not_blamed(is_behind):
+    """The liar spoils the reference. So the honest one that it spares is the one that makes a difference there."""
+    firsts, seconds = [hop(0, 6) for _ in range(5)], [hop(6, 12) for _ in range(5)]
+    spared, liar = (firsts[4], seconds[0]) if is_behind else (seconds[4], firsts[0])
+    world = Sparing((*firsts, *seconds), liar=liar, spared=spared)
+    route = (spared, seconds[2]) if is_behind else (firsts[2], spared)
+    verdict = world.verdict(route)
+    assert verdict.wrong == names(liar)
+    assert not verdict.suspected
+
+
 def test_a_replay_between_others_that_fails_once_convicts_no_server():
     failed = []
 
@@ -208,7 +233,7 @@ class Random(World):
 
 def test_a_reference_that_contradicts_itself_gives_way_and_its_server_is_found():
     last = hop(0, 12)
-    verdict = Random((*ROUTE, D, E, F, last), (D, B)).verdict(ROUTE)
+    verdict = Random((hop(4, 8), hop(4, 8), *ROUTE, D, E, F, last), (D, B)).verdict(ROUTE)
     assert verdict.wrong == names(B, D)
     assert not verdict.doubted
 

@@ -60,6 +60,32 @@ def test_a_server_that_is_always_beside_the_same_other_one_is_not_found() -> Non
     assert unsteady([together] * 50) is None
 
 
+def beside_one_other(seed: int) -> list[Observation]:
+    """Audits of six servers before two. The liar, one of the two, is wrong only behind "first 0"."""
+    random, seen = Random(seed), list[Observation]()
+    for _ in range(300):
+        first, reference = (f"first {n}" for n in random.sample(range(6), 2))
+        second, other = random.sample(["liar", "honest"], 2)
+        routes = frozenset({first, second}), frozenset({reference, other})
+        off = [{"first 0", "liar"} == route for route in routes]
+        right = frozenset[str]().union(*(route for route, is_off in zip(routes, off, strict=True) if not is_off))
+        seen.append(Observation(right, routes[off.index(True)] if any(off) else frozenset()))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_server_that_lies_only_beside_an_honest_one_gets_it_not_found(seed: int) -> None:
+    """The liar agrees beside five others, and the honest server beside one. So the fit blames the latter."""
+    assert unsteady(beside_one_other(seed)) is None
+
+
+def test_two_that_are_never_apart_hide_no_third_one() -> None:
+    pair = Observation(frozenset(), frozenset({"a", "b"}))
+    others = [frozenset({f"other {n % 4}"}) for n in range(24)]
+    apart = [*map(Observation, others), *(Observation(frozenset(), other | {"c"}) for other in others)]
+    assert unsteady([pair] * 40 + apart, OddsLimits(candidates_max=1)) == "c"
+
+
 def test_too_few_audits_find_no_server() -> None:
     alone = Observation(frozenset(), frozenset({"a"}))
     assert unsteady([alone] * (OddsLimits().disputes_min - 1)) is None

@@ -263,6 +263,22 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_chat_on_a_wrong_server_begins_anew_elsewhere",
             ),
         ],
+        "Servers cannot tell a replay of an audit by its beginning": [
+            (
+                "a replay waits for its hops before it sends the prompt",
+                "client/auditing/auditor.py",
+                "self._opened(plan, case.blocks, hops, first)",
+                "self._opened(plan, case.blocks, hops)",
+                "test_a_replay_opens_and_begins_as_its_session_did",
+            ),
+            (
+                "a replay has no steps of one position",
+                "client/auditing/replaying.py",
+                "min(prompt + singles, testimony.length)",
+                "prompt",
+                "test_a_server_that_is_wrong_in_single_steps_alone_is_found",
+            ),
+        ],
         "A lying auditor gets no honest server left out alone": [
             (
                 "the reference is right without a third",
@@ -279,13 +295,36 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_third_holder_that_agrees_with_the_accused_clears_it",
             ),
         ],
+        "An auditor's page blames no server for another's doubt": [
+            (
+                "the odds blame one of two that are never apart",
+                "client/auditing/odds.py",
+                "return all(len(companies) - count >= limits.disputes_min for count in together.values())",
+                "return True",
+                "test_a_server_that_lies_only_beside_an_honest_one_gets_it_not_found",
+            ),
+        ],
         "A server that lies only beside another gets it not blamed": [
             (
                 "an accusation holds between the same hops",
                 "client/auditing/inquest.py",
-                "if elsewhere is not None and not agree(elsewhere, right):",
+                "if elsewhere is not None and (yield from _differs(elsewhere, blamed, beside, right, agree)):",
                 "if True:",
                 "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
+            ),
+            (
+                "an accusation needs no control",
+                "client/auditing/inquest.py",
+                "if control is None or agree(control, elsewhere):",
+                "if control is None:",
+                "test_accused_between_others_is_compared_with_another_one_there",
+            ),
+            (
+                "between others the accused is compared with a spoiled route",
+                "client/auditing/inquest.py",
+                "if agree(control, right):",
+                "if True:",
+                "test_accused_between_others_is_compared_with_another_one_there",
             ),
         ],
         "A server that is wrong at times gets no honest one found": [

@@ -22,7 +22,7 @@ class Regular(Customer):
 
 
 @pytest.mark.slow("ten sessions, and audits of half of them, each with many replays")
-@pytest.mark.parametrize("seed", rest_is_long([0, 2, 3, 5, 6, 9], [0]))  # sessions of others meet no liar
+@pytest.mark.parametrize("seed", rest_is_long([1, 2, 3, 5, 6, 9], [3]))  # sessions of others meet no liar
 def test_liars_are_found_by_audits_and_no_honest_server_is_blamed(seed):
     outcome = simulate(seed, 0.0, lying_weather_of(Weather(), LIARS), user=Regular)
     assert outcome.good, (outcome.error, outcome.faults, outcome.slandered)
