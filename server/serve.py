@@ -238,10 +238,11 @@ class _Host:
     async def _live(self, announcer: Announcer, server: Server, rounded: WeightCache | None) -> None:
         """Go online as soon as somebody can reach this server, and stay there. rounded: is written meanwhile."""
         reach = self._reach
-        while not await reach.find(announcer.announce):
+        while not await reach.find(announcer.attempt):
             await reach.news()
         announcer.state = "online"
-        await announcer.announce()
+        while await announcer.attempt() is None:
+            await announcer.due()
         self._tell(server)
         await server.measure()
         announcer.change()

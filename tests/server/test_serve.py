@@ -3,6 +3,7 @@
 import asyncio
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,20 +13,23 @@ from swarm.blocks import Blocks
 from swarm.commands import Stop
 from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
+from swarm.errors import RecordError, SwarmError, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Tcp
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
+from swarm.server.announcer import Announcer
 from swarm.server.arguments import SpanArguments
 from swarm.server.claims import Claims
 from swarm.server.loader import Loaded, Loader
 from swarm.server.reachable import Listening, Reachability
 from swarm.server.serve import _Host
 from swarm.server.server import ServerOptions
+from tests.dht.support import announcement
 from tests.server.sites import FIRST, NETWORK, SECOND
 from tests.server.sites import Loaded as LoadedOnce
-from tests.server.test_reachable import FakeNode, never
+from tests.server.test_reachable import FakeNode, never, reachability
 from tests.support.ways import unhidden
 
 
@@ -100,3 +104,40 @@ async def test_a_server_that_moves_lets_its_span_go_before_it_loads_the_next(hos
     async with asyncio.timeout(60):
         await host.run(None)
     assert host._loader.held == [[], [], []]
+
+
+class Failing:
+    """A directory that fails once, at its `at`-th announcement."""
+
+    latest = None
+
+    def __init__(self, at: int, error: SwarmError) -> None:
+        self.states: list[str] = []
+        self._at, self._error = at, error
+
+    async def announce(self, announcement: Any) -> Any:
+        self.states.append(announcement.state)
+        if len(self.states) == self._at:
+            raise self._error
+        return SimpleNamespace(replicas=1, signed=announcement)
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("error", [Unreachable("the swarm", (), 20.0), RecordError("size")], ids=["away", "too large"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_a_server_outlives_an_announcement_that_fails(at: int, error: SwarmError):
+    """The first one finds out how the server is reached, the second says that it is online, the third goes on so."""
+    told: list[Any] = []
+    server: Any = SimpleNamespace(
+        announcement=lambda state: announcement(Identity(b"a" * 32), state=state),
+        measure=lambda: asyncio.sleep(0),
+        round_trips=SimpleNamespace(run=lambda *_: asyncio.Event().wait()),
+    )
+    directory: Any = Failing(at, error)
+    host: Any = SimpleNamespace(_reach=reachability(FakeNode([])), _tell=told.append)
+    living = asyncio.create_task(_Host._live(host, Announcer(directory, server.announcement), server, None))
+    await asyncio.wait((living,), timeout=120.0)
+    assert not living.done(), living.exception()
+    assert told == [server]
+    assert set(directory.states[-3:]) == {"online"}
+    living.cancel()
