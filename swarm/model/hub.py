@@ -96,7 +96,10 @@ class HubSource:
         return sum(self._file(name).size_bytes for name in names)
 
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
-        """Download the files that are not in the cache, with progress bars. Raises DownloadFailed; no half files."""
+        """Download the files that are not in the cache, with progress bars; no half files.
+
+        Raises DownloadFailed, and ModelNotFound for a gated repository: it shows to everybody what it has.
+        """
         paths = {name: self._cached(name) for name in names}
         lacking = tuple(name for name, path in paths.items() if path is None)
         self._check_room(lacking)
@@ -117,9 +120,7 @@ class HubSource:
         except HFValidationError:
             raise ModelNotFound(self.repository, "neither a directory nor a hub id such as org/name") from None
         except GatedRepoError:
-            raise ModelNotFound(
-                self.repository, "the hub gives it only to accounts with access; pass a token"
-            ) from None
+            raise _gated(self.repository) from None
         except RevisionNotFoundError:
             raise ModelNotFound(self.repository, f"the repository has no revision {revision!r}") from None
         except RepositoryNotFoundError:
@@ -178,6 +179,8 @@ class HubSource:
                     endpoint=self._endpoint,
                 )
             )
+        except GatedRepoError:
+            raise _gated(self.repository) from None
         except Exception as error:  # as in _look_up; the library has removed its partial file
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 why = f"the disk is full ({os.strerror(error.errno)} in {self._cache_dir})"
@@ -190,6 +193,10 @@ def _remembered(path: Path) -> Listing | None:
         return Listing.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def _gated(repository: str) -> ModelNotFound:
+    return ModelNotFound(repository, "the hub gives it only to accounts with access; pass a token")
 
 
 def _reason(error: Exception) -> str:

@@ -164,6 +164,17 @@ def test_revisions_and_tokens_are_used(hub: Hub, open_from: Callable[..., Checkp
     assert open_from(token="hf_secret", revision="other").config.model_type == "qwen2"
 
 
+@pytest.mark.parametrize("token", [None, "hf_other"])
+def test_a_gated_repository_asks_for_an_account_with_access(
+    hub: Hub, open_from: Callable[..., Checkpoint], family_dir: FamilyDir, token: str | None
+) -> None:
+    """It shows its files' names to everybody, so that the first refusal is that of a download."""
+    hub.add(REPOSITORY, family_dir("llama"), access="gated", token="hf_secret")
+    with pytest.raises(ModelNotFound, match="only to accounts with access; pass a token"):
+        open_from(token=token)
+    assert open_from(token="hf_secret").config.model_type == "llama"
+
+
 def test_a_server_starts_again_while_the_hub_is_away(
     hub: Hub, open_from: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
