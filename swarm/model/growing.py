@@ -162,7 +162,7 @@ class GrowingLayer(DynamicLayer):
         tokens_to_remove: their number, negative.
         """
         before = 0 if self.keys is None else self.keys.shape[-2]
-        super().crop(tokens_to_remove)  # type: ignore[no-untyped-call]
+        super().crop(tokens_to_remove)
         if self._buffers is not None:
             keys, values = self.past
             self.keys, self.values = self._buffers[0].cropped(before, keys), self._buffers[1].cropped(before, values)
