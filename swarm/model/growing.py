@@ -37,9 +37,7 @@ class GrowingLimits:
     slack_share: int = limit(16, "parts", "of a buffer on a device, of which one is to spare")
     window_slack_share: int = limit(4, "parts", "of a window's buffer, of which one is to spare before it moves back")
     reserved_times: int = limit(4, "times", "the length of a layer that is reserved as address space")
-    unused_share: int = limit(
-        4, "parts", "of a buffer's used positions; a rollback that leaves more than one unused copies the rest"
-    )
+    unused_share: int = limit(4, "parts", "of a used buffer; a rollback that leaves more than one unused copies")
     reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
