@@ -16,6 +16,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm import config as settings
@@ -102,6 +104,8 @@ class HubSource:
         """
         paths = {name: self._cached(name) for name in names}
         lacking = tuple(name for name, path in paths.items() if path is None)
+        if lacking:
+            self._drop_partial()
         self._check_room(lacking)
         return {name: path if path is not None else self._download(name) for name, path in paths.items()}
 
@@ -166,6 +170,19 @@ class HubSource:
         free = shutil.disk_usage(self._cache_dir).free
         if wanted + (64 << 20) > free:  # 64 MiB stay free on the disk
             raise DownloadFailed(files, f"{wanted:,} bytes are needed in {self._cache_dir}, {free:,} are free")
+
+    def _drop_partial(self) -> None:
+        """Delete what ended processes have left of their downloads: nothing goes on with it.
+
+        A process that still downloads a file holds the library's lock for it.
+        """
+        folder = repo_folder_name(repo_id=self.repository, repo_type="model")
+        for path in (self._cache_dir / folder / "blobs").glob("*.*.incomplete"):
+            lock = self._cache_dir / ".locks" / folder / f"{path.name.partition('.')[0]}.lock"
+            with contextlib.suppress(OSError):  # a lock that is held ends in a TimeoutError
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                with WeakFileLock(lock, timeout=0.1):
+                    path.unlink(missing_ok=True)
 
     def _download(self, name: str) -> Path:
         try:
