@@ -37,7 +37,7 @@ class History:
         self.journal: Journal | None = Journal(limits.journal) if keeps else None
         self.sender: PastSender | None = None  # of this epoch's replay, also when it is done
         self.window = ReplayWindow(limits.replay)  # of a replay, or of a past that goes on from here
-        self._replayed_bytes = 0
+        self._replayed_bytes = self._tally_bytes = 0
         self._holdings = holdings
         self._limits = limits
 
@@ -47,7 +47,7 @@ class History:
             return True
         replayed = self._replayed_bytes + entry.past.n_bytes if self._replayed_bytes else 0
         # The journal may copy much more than the entry, so the room is taken first.
-        if not self._holdings.journal(max(self.journal.n_bytes_with(entry), replayed)):
+        if not self._holdings.journal(max(self.journal.n_bytes_with(entry), replayed) + self._tally_bytes):
             return False
         self._replayed_bytes = replayed
         self.journal.add(entry)
@@ -64,11 +64,27 @@ class History:
             self.tally.add(message.keep, given, sent, gathered=message.rows is not None)
         else:
             self.tally.add(message.start, given, sent)
+        if not self._charge_tally(self.tally.n_bytes):
+            self.tally.lose("there was no room for it")
+            self._charge_tally(self.tally.n_bytes)
+
+    def _charge_tally(self, n_bytes: int) -> bool:
+        """Hold so much for the tally. Returns False where there is no room; less always fits."""
+        if not self._holdings.journal(self._holdings.journal_bytes - self._tally_bytes + n_bytes):
+            return False
+        self._tally_bytes = n_bytes
+        return True
+
+    def end(self) -> None:
+        """Keep nothing any more: the session has ended."""
+        self.begin_epoch()
+        self.tally, self._tally_bytes = None, 0
+        self.drop()
 
     def drop(self) -> None:
         """Keep no outputs from now on, and none of those before. A replay goes on."""
         self.journal = None
-        self._holdings.journal(self._replayed_bytes)
+        self._holdings.journal(self._replayed_bytes + self._tally_bytes)
 
     def begin_anew(self) -> None:
         """Keep outputs from now on: the session has no positions yet that the journal would lack."""
@@ -91,7 +107,8 @@ class History:
         """Charge nothing more for the replay. It has begun in this epoch all the same."""
         if self.sender is not None:
             self._replayed_bytes = 0
-            self._holdings.journal(0 if self.journal is None else self.journal.n_bytes)
+            journal_bytes = 0 if self.journal is None else self.journal.n_bytes
+            self._holdings.journal(journal_bytes + self._tally_bytes)
 
     def begin_epoch(self) -> None:
         """End the replay of the epoch before; this one may have one of its own."""

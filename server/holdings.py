@@ -4,7 +4,8 @@
     cache     tokens   when a step is accepted         after a rollback was computed; at the end
     inputs    bytes    when a step is accepted         when its task has come back
     outputs   bytes    when an answer is kept          when it is evicted; at a reset; at the end
-    journal   bytes    when an output is noted         when the journal is dropped and no replay uses it; at the end
+    journal   bytes    when an output is noted,        when the journal is dropped and no replay uses it; at the end
+                       or a receipt's tally grows
     window    bytes    with the first piece of a past  when the past is whole; when hardly any of it comes; at a reroute
 
 Cache and inputs stay charged until the compute thread has no work of the session any more, even after its end: the
@@ -118,8 +119,13 @@ class Holdings:
         """Hold so much for answers that are kept. Returns False where there is no room; for none there always is."""
         return n_bytes == self._outputs.amount or self._outputs.resize(n_bytes)
 
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes that it holds for journal, replay and tally."""
+        return self._journal.amount
+
     def journal(self, n_bytes: int) -> bool:
-        """Hold so much for the journal and its replay. Returns False where there is no room; less always fits."""
+        """Hold so much for journal, replay and tally. Returns False where there is no room; less always fits."""
         return self._journal.resize(n_bytes)
 
     def past(self, n_bytes: int, reserve_bytes: int | None) -> Declined | None:

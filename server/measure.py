@@ -18,6 +18,7 @@ from swarm.dht.records import RECORD
 from swarm.limits import limit
 from swarm.model.growing import PAGE_TOKENS
 from swarm.model.span import Span
+from swarm.server.controlgroups import bytes_left
 from swarm.server.pool import Prices
 
 
@@ -141,8 +142,9 @@ def blocks_that_fit(bytes_per_block: int, device: torch.device, limits: MeasureL
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device."""
+    """Return the free memory of a device; of the host's, no more than this process's control groups leave it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return int(psutil.virtual_memory().available)
+    available, left = int(psutil.virtual_memory().available), bytes_left()
+    return available if left is None else min(available, left)

@@ -112,15 +112,18 @@ class Reachability:
         key = self._me.identity.public_key.hex()
         return Offer(public_key=key, channel_key=self._me.key.public.hex(), addresses=self.addresses)
 
-    async def find(self, announce: Callable[[], Awaitable[SignedAnnouncement]]) -> bool:
+    async def find(self, announce: Callable[[], Awaitable[SignedAnnouncement | None]]) -> bool:
         """Find out how this server is reached, and become so. Returns whether it is.
 
-        announce: announces this server as it is reached now. Findings about where it was before it moved do not count.
+        announce: announces this server as it is reached now; None where that fails, and then this is not known yet.
+        Findings about where it was before it moved do not count.
         """
         self._again.clear()
         if self._hidden and not self._traversal.moorings.anchors:  # no way led here: try all anew
             self._show(self._candidates(), found=False)
         signed = await announce()
+        if signed is None:
+            return False
         try:
             findings = await self._ask_patiently(signed)
         except TooBusy as error:

@@ -231,16 +231,18 @@ class _Host:
             if goal is not None:
                 await self._claims.withdraw(loaded.span.blocks)
         finally:
+            self._reach.on_change = _nothing  # the announcer leads to the span, for which there is soon no room
             await server.stop(moving=goal is not None)
         return goal
 
     async def _live(self, announcer: Announcer, server: Server, rounded: WeightCache | None) -> None:
         """Go online as soon as somebody can reach this server, and stay there. rounded: is written meanwhile."""
         reach = self._reach
-        while not await reach.find(announcer.announce):
+        while not await reach.find(announcer.attempt):
             await reach.news()
         announcer.state = "online"
-        await announcer.announce()
+        while await announcer.attempt() is None:
+            await announcer.due()
         self._tell(server)
         await server.measure()
         announcer.change()
@@ -344,3 +346,7 @@ class _Host:
                 announcing.cancel()
         await self._claims.withdraw(blocks)
         return await self._load(otherwise)
+
+
+def _nothing() -> None:
+    pass

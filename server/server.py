@@ -43,7 +43,6 @@ class ServerLimits:
 
     inflow_share: float = limit(2.0, "times", "activations are read so much faster than the span computes a prefill")
     inflow_bytes_per_s_min: float = limit(4.0 * 2**20, "bytes/s", "are read at least, however slow the span is")
-    addresses_beside_rtts: int = limit(4, "addresses", "with more, a record has no room for round trips")
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     handler: HandlerLimits = field(default_factory=HandlerLimits)
 
@@ -182,7 +181,7 @@ class Server:
 
     def announcement(self, state: State) -> Announcement:
         """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
-        measured, few = self.throughput, len(self.options.announce) <= self.options.limits.addresses_beside_rtts
+        measured = self.throughput
         bare = claim(self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options)
         return bare.model_copy(
             update={
@@ -193,7 +192,7 @@ class Server:
                 "load": float(self.handler.steps_under_way),
                 "batches": self.span.packs,
                 "state": state,
-                "rtts": self.round_trips.latest if few else (),
+                "rtts": self.round_trips.latest,
                 "device": device_name(self.span.device),
             }
         )

@@ -233,8 +233,7 @@ class HostedSession:
     def end(self) -> None:
         """End it, and give back its memory: all but the part that the compute thread still has."""
         self.tenure.over = True
-        self.history.begin_epoch()
-        self.history.drop()
+        self.history.end()
         self.holdings.end()
         if not self.holdings.is_computing:
             self.tenure.release()

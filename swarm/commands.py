@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,7 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
 
     def on_signal(number: signal.Signals) -> None:
         if stop.asked:
+            _drop_partial_downloads()
             os._exit(128 + number)
         stop.ask(task)
 
@@ -160,11 +162,24 @@ def _leave(code: int) -> NoReturn:
     A native thread that still runs, such as one that reads weights, would make the teardown abort; torch's own takes
     a second or more.
     """
+    _drop_partial_downloads()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(code)
+
+
+def _drop_partial_downloads() -> None:
+    """Delete the files that a thread still downloads: the process ends before the hub's library could do so."""
+    if threading.active_count() == 1 or sys.platform == "win32":  # an open file cannot be deleted there
+        return
+    import psutil  # noqa: PLC0415 - most processes end without
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for file in psutil.Process().open_files():
+            if file.path.endswith(".incomplete"):
+                Path(file.path).unlink(missing_ok=True)
 
 
 def configure_logging(level: str) -> None:

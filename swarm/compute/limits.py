@@ -72,4 +72,5 @@ class SchedulerLimits:
     watch_s: float = limit(1.0, "s", "between looks at the compute thread: a dead one is noticed so soon")
     stuck_s: float = limit(8.0, "s", "of looks at one batch, and the thread counts as stuck; a slow one has longer")
     stuck_times: float = limit(100.0, "times", "as long as the longest of late: a batch may take that")
+    stuck_token_times: float = limit(4.0, "times", "the slowest token of late: a batch may take that for each")
     first_s: float = limit(3.0, "s", "counts as the longest batch at first: kernels may be compiled")

@@ -76,6 +76,7 @@ class Scheduler:
         self._debt = 0  # prefill tokens that ran beyond their budgets
         self._since: float | None = None  # when this iteration could have begun
         self._odd = 0  # batches in a row that were of others than the largest group that packs
+        self.token_s = 0.0  # the longest of late that a batch took, for each of its tokens and of their blocks
 
     def add(self, task: Task, now: float) -> None:
         """Queue a task behind those of its session. now: when it came."""
@@ -188,12 +189,14 @@ class Scheduler:
 
     def _note_cost(self, parts: Sequence[Part], failed: Container[Task], now: float, took_s: float) -> None:
         """Note how long a batch took, unless it tells nothing: one of its tasks failed, is gone or is like no other."""
-        step_tokens = prefill_tokens = 0
+        step_tokens = prefill_tokens = n_blocks = 0
         cost: Hashable | None = None
         for task, tokens, queue, decodes in parts:
-            cost = task.cost
+            cost, tenure = task.cost, task.tenure
             if cost is None or task in failed or is_gone(task):
                 return
+            if tenure is not None:
+                n_blocks = tenure.n_blocks
             if decodes:
                 step_tokens += tokens * task.rows
                 queue.stepped_at = now
@@ -201,3 +204,5 @@ class Scheduler:
                 prefill_tokens += tokens * task.rows
         if cost is not None:
             self._costs[cost].observe(step_tokens, prefill_tokens, took_s)
+        if n_blocks:
+            self.token_s = max(took_s / (step_tokens + prefill_tokens) / n_blocks, 0.9 * self.token_s)

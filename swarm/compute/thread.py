@@ -68,7 +68,7 @@ class ComputeThread:
         self._scheduler = Scheduler(self._limits)
         self._done: dict[Task, Done] = {}
         self._stopping = False
-        self._began: float | None = None  # the batch that runs
+        self._running: tuple[float, Sequence[Part]] | None = None  # since when, and what
         self._longest_s = self._limits.first_s  # of late
         self._ended_by: BaseException | None = None
         # torch lets go of the interpreter in every operation, and waits so many seconds for a loop that is busy.
@@ -97,10 +97,18 @@ class ComputeThread:
             await asyncio.sleep(limits.watch_s)
             if not self._thread.is_alive():
                 raise ComputeFailed(f"the compute thread has ended: {self._ended_by!r}")
-            looked_s = looked_s + limits.watch_s if self._began is not None and self._began == began else 0.0
-            began = self._began
-            if looked_s > max(limits.stuck_s, limits.stuck_times * self._longest_s):
+            running = self._running
+            looked_s = looked_s + limits.watch_s if running is not None and running[0] == began else 0.0
+            began = None if running is None else running[0]
+            if running is not None and looked_s > limits.stuck_s and looked_s > self._allowed_s(running[1]):
                 raise ComputeFailed(f"the compute thread has been at one batch for {looked_s:.0f} s")
+            del running  # it holds sessions' memory
+
+    def _allowed_s(self, parts: Sequence[Part]) -> float:
+        """Return how long a batch may take: by the longest one of late, or by its tokens and their blocks."""
+        limits, of_sessions = self._limits, [(part, part.task.tenure) for part in parts]
+        work = sum(part.tokens * part.task.rows * tenure.n_blocks for part, tenure in of_sessions if tenure is not None)
+        return max(limits.stuck_times * self._longest_s, limits.stuck_token_times * self._scheduler.token_s * work)
 
     def _run(self) -> None:
         try:
@@ -118,9 +126,10 @@ class ComputeThread:
         batch = self._next()
         if batch is None:
             return False
-        began = self._began = time.perf_counter()
+        began = time.perf_counter()
+        self._running = began, batch.parts
         failed = run(batch.parts)
-        self._began = None
+        self._running = None
         now = time.perf_counter()
         self._longest_s = max(now - began, 0.9 * self._longest_s)
         self._deliver(self._scheduler.ran(batch, failed), failed)

@@ -15,6 +15,7 @@ from swarm.blocks import Blocks
 from swarm.errors import (
     BadBlocks,
     BadConfiguration,
+    CheckpointError,
     ChecksumMismatch,
     ModelNotFound,
     RootMismatch,
@@ -139,8 +140,8 @@ def open_checkpoint(
     for the hub. root: the root that the checkpoint must have, or its pin. accept_changes: local files whose contents
     changed since they were first hashed were changed on purpose.
 
-    Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, ChecksumMismatch, RootMismatch,
-    DownloadFailed.
+    Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, or a CheckpointError: ChecksumMismatch,
+    RootMismatch, DownloadFailed, or one of a disk without room for a temporary copy.
     """
     name = str(model)
     if root is not None and not settings.is_root(root):
@@ -287,7 +288,7 @@ def _weight_files(
 
 
 def _read_config(model: str, data: bytes) -> PretrainedConfig:
-    """Read a config without ever running code that comes with it."""
+    """Read a config without ever running code that comes with it. Raises UsageError, or what `staged` does."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -300,6 +301,8 @@ def _read_config(model: str, data: bytes) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 directory, trust_remote_code=False, local_files_only=True
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # noqa: BLE001 - a family's config takes any JSON and may break in any way
         known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
         raise UnsupportedArchitecture(model_type, f"{known} ({_first_line(error)})") from None

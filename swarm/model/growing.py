@@ -8,7 +8,8 @@ no such thing; there one part in sixteen is to spare. Layers with a sliding wind
 start anew when they reach its end.
 
 A gather or a rollback makes new tensors or views, as it does in the stock layers: a view that still lies in the buffer
-goes on there, any other tensor gets a buffer of its own with the next step.
+goes on there, any other tensor gets a buffer of its own with the next step. The pages behind a rollback are still held.
+So where it leaves a good part of them unused, the rest moves to memory of its own.
 """
 
 import mmap
@@ -36,6 +37,7 @@ class GrowingLimits:
     slack_share: int = limit(16, "parts", "of a buffer on a device, of which one is to spare")
     window_slack_share: int = limit(4, "parts", "of a window's buffer, of which one is to spare before it moves back")
     reserved_times: int = limit(4, "times", "the length of a layer that is reserved as address space")
+    unused_share: int = limit(4, "parts", "of a used buffer; a rollback that leaves more than one unused copies")
     reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
@@ -69,6 +71,7 @@ class _Buffer:
         self._slack_share = limits.window_slack_share if window else limits.slack_share
         self._reserves = not window
         self._memory: Tensor | None = None
+        self._used = 0  # positions of it that were written to before a rollback
 
     def append(self, past: Tensor | None, new: Tensor) -> Tensor:
         """Return past and new positions as one view of the buffer. past: [rows, heads, length, size], or empty."""
@@ -79,11 +82,20 @@ class _Buffer:
         total = length + new.shape[-2]
         start = self._start_of(past, new) if past is not None and length else -1
         if start < 0 or self._memory is None or start + total > self._memory.shape[-2]:
-            self._memory, start = self._room_for(total, new), 0
+            self._memory, start, self._used = self._room_for(total, new), 0, 0
             if past is not None and length:
                 self._memory.narrow(2, 0, length).copy_(past)
         self._memory.narrow(2, start + length, new.shape[-2]).copy_(new)
         return self._memory.narrow(2, start, total)
+
+    def cropped(self, before: int, kept: Tensor) -> Tensor:
+        """Return what a rollback has left of so many positions, in memory of its own where much more was used."""
+        self._used = max(self._used, before)
+        share = self._limits.unused_share
+        if self._memory is None or kept.shape[-2] * share >= self._used * (share - 1):
+            return kept
+        self._memory = None
+        return kept.clone()
 
     def fitted(self, kept: Tensor) -> Tensor:
         """Return this view of the buffer, in memory of its own where the buffer is much longer."""
@@ -141,6 +153,17 @@ class GrowingLayer(DynamicLayer):
         self.keys = self._buffers[0].append(keys, key_states)
         self.values = self._buffers[1].append(values, value_states)
         return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut the last positions off, as the stock layer does, and give their memory back if it is much.
+
+        tokens_to_remove: their number, negative.
+        """
+        before = 0 if self.keys is None else self.keys.shape[-2]
+        super().crop(tokens_to_remove)
+        if self._buffers is not None:
+            keys, values = self.past
+            self.keys, self.values = self._buffers[0].cropped(before, keys), self._buffers[1].cropped(before, values)
 
     @property
     def is_small(self) -> bool:

@@ -16,6 +16,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm import config as settings
@@ -96,9 +98,14 @@ class HubSource:
         return sum(self._file(name).size_bytes for name in names)
 
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
-        """Download the files that are not in the cache, with progress bars. Raises DownloadFailed; no half files."""
+        """Download the files that are not in the cache, with progress bars; no half files.
+
+        Raises DownloadFailed, and ModelNotFound for a gated repository: it shows to everybody what it has.
+        """
         paths = {name: self._cached(name) for name in names}
         lacking = tuple(name for name, path in paths.items() if path is None)
+        if lacking:
+            self._drop_partial()
         self._check_room(lacking)
         return {name: path if path is not None else self._download(name) for name, path in paths.items()}
 
@@ -117,9 +124,7 @@ class HubSource:
         except HFValidationError:
             raise ModelNotFound(self.repository, "neither a directory nor a hub id such as org/name") from None
         except GatedRepoError:
-            raise ModelNotFound(
-                self.repository, "the hub gives it only to accounts with access; pass a token"
-            ) from None
+            raise _gated(self.repository) from None
         except RevisionNotFoundError:
             raise ModelNotFound(self.repository, f"the repository has no revision {revision!r}") from None
         except RepositoryNotFoundError:
@@ -166,6 +171,19 @@ class HubSource:
         if wanted + (64 << 20) > free:  # 64 MiB stay free on the disk
             raise DownloadFailed(files, f"{wanted:,} bytes are needed in {self._cache_dir}, {free:,} are free")
 
+    def _drop_partial(self) -> None:
+        """Delete what ended processes have left of their downloads: nothing goes on with it.
+
+        A process that still downloads a file holds the library's lock for it.
+        """
+        folder = repo_folder_name(repo_id=self.repository, repo_type="model")
+        for path in (self._cache_dir / folder / "blobs").glob("*.*.incomplete"):
+            lock = self._cache_dir / ".locks" / folder / f"{path.name.partition('.')[0]}.lock"
+            with contextlib.suppress(OSError):  # a lock that is held ends in a TimeoutError
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                with WeakFileLock(lock, timeout=0.1):
+                    path.unlink(missing_ok=True)
+
     def _download(self, name: str) -> Path:
         try:
             return Path(
@@ -178,6 +196,8 @@ class HubSource:
                     endpoint=self._endpoint,
                 )
             )
+        except GatedRepoError:
+            raise _gated(self.repository) from None
         except Exception as error:  # as in _look_up; the library has removed its partial file
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 why = f"the disk is full ({os.strerror(error.errno)} in {self._cache_dir})"
@@ -190,6 +210,10 @@ def _remembered(path: Path) -> Listing | None:
         return Listing.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def _gated(repository: str) -> ModelNotFound:
+    return ModelNotFound(repository, "the hub gives it only to accounts with access; pass a token")
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from swarm.errors import UnsupportedCheckpoint
+from swarm.errors import CheckpointError, UnsupportedCheckpoint
 from swarm.model.staging import staged
 
 CONFIG_NAME = "config.json"
@@ -65,9 +65,11 @@ class Texts:
         return tokenizer
 
     def _made(self, what: str, make: Callable[[], Made]) -> Made:
-        """Make something of the files, which may be anything. Raises UnsupportedCheckpoint."""
+        """Make something of the files, which may be anything. Raises UnsupportedCheckpoint, or what `staged` does."""
         try:
             return make()
+        except CheckpointError:
+            raise
         except Exception as error:  # noqa: BLE001 - Rust's own, and all that Python code raises which expects other JSON
             said = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise UnsupportedCheckpoint(self.model, f"its {what} does not load: {said[:200]}") from None

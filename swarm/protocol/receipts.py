@@ -46,7 +46,7 @@ class ReceiptLimits:
 
     positions_max: int = limit(8192, "positions", "of 64 bytes each; a longer session gets no receipt")
     together: int = limit(16, "positions", "steps of one position are hashed together, which takes less time")
-    noted_bytes: int = limit(256 << 10, "bytes", "or as soon as their inputs are so large")
+    noted_bytes: int = limit(256 << 10, "bytes", "or as soon as their inputs and outputs are so large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,18 @@ class Tally:
         self._limits = limits or ReceiptLimits()
         self._inputs, self._outputs = bytearray(), bytearray()
         self._noted: list[tuple[Activations, Tensor | None]] = []  # positions behind those, which are not hashed yet
+        self._noted_bytes = 0
         self._summary: tuple[int, str, str] | None = None  # told, inputs, outputs; until there is more
 
     @property
     def length(self) -> int:
         """Positions of each row."""
         return self._hashed + len(self._noted)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        return len(self._inputs) + len(self._outputs) + self._noted_bytes
 
     @property
     def told(self) -> int:
@@ -197,8 +203,8 @@ class Tally:
                 self._append(given, sent)
             else:
                 self._noted.append((given.with_hidden(given.hidden.clone()), sent))  # not the frame that it came in
-                noted = len(self._noted)
-                if noted >= self._limits.together or noted * given.hidden.nbytes >= self._limits.noted_bytes:
+                self._noted_bytes += given.n_bytes + (0 if sent is None else sent.nbytes)
+                if len(self._noted) >= self._limits.together or self._noted_bytes >= self._limits.noted_bytes:
                     self._hash()
 
     @property
@@ -210,11 +216,13 @@ class Tally:
         self._summary = None
         size = Form().digest_bytes
         del self._noted[max(0, length - self._hashed) :]
+        if not self._noted:
+            self._noted_bytes = 0
         del self._inputs[length * size :], self._outputs[length * size :]
 
     def _hash(self) -> None:
         """Hash what is noted: together, where all of it is ordinary steps of one dtype."""
-        noted, self._noted = self._noted, []
+        noted, self._noted, self._noted_bytes = self._noted, [], 0
         sent = [output for _, output in noted if output is not None]
         dtypes = {(given.hidden.dtype, output.dtype) for (given, _), output in zip(noted, sent, strict=False)}
         is_plain = all(given.positions is None and given.mask is None for given, _ in noted)

@@ -19,6 +19,7 @@ class Tenure:
 
     over: bool = False
     tenant: str | None = None
+    n_blocks: int = 1
 
 
 @dataclass(eq=False)

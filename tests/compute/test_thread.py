@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.blocks import Blocks
 from swarm.compute.limits import SchedulerLimits
 from swarm.compute.task import Forward, Place, Probe, Task, Tenure
 from swarm.compute.thread import ComputeThread, deliver
@@ -236,6 +237,30 @@ async def test_a_thread_of_slow_batches_has_longer_and_one_of_quick_batches_is_s
     shipped = SchedulerLimits()
     assert shipped.stuck_s + 2 * shipped.watch_s <= 10.0
     assert shipped.stuck_times * 0.05 <= shipped.stuck_s, "a batch is formed to take about 0.05 s"
+    assert shipped.stuck_token_times * 0.05 * 32 <= shipped.stuck_s, "32 sessions decode, each as if it were alone"
+
+
+@pytest.mark.parametrize("n_blocks", [3, 1])
+async def test_a_batch_of_many_tokens_may_take_as_long_as_these_did(n_blocks: int):
+    """Windows of one peer's sessions make a batch of 512 tokens. Before it come single steps, or fewer blocks'."""
+
+    class Slow(Doubling):
+        def forward(self, hidden: Tensor, **more: object) -> Tensor:
+            time.sleep(0.01 * len(self.blocks) / 3 if hidden.shape[1] == 1 else 0.6)
+            return super().forward(hidden, **more)
+
+    limits = SchedulerLimits(watch_s=0.01, stuck_s=0.1, stuck_times=1.0, first_s=0.0)
+    thread, session = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits), Tenure("peer", Slow(), 0)
+    watching = asyncio.create_task(thread.watch())
+    part = Slow(blocks=Blocks(2, 2 + n_blocks))
+    window = Forward(session, Activations(torch.ones(2, 16, 2)), Place(1))
+    for task in (step(session.span, tenure=session), *[step(part) for _ in range(60)], window):
+        over: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        thread.submit(task, over.set_result)
+        await asyncio.wait((over, watching), return_when=asyncio.FIRST_COMPLETED)
+    assert not watching.done(), watching.exception()
+    watching.cancel()
+    thread.stop()
 
 
 async def test_a_process_that_stood_still_has_no_stuck_thread():

@@ -1,5 +1,6 @@
 """Checkpoints on disk: opened without their weights, hashed once, verified before use, refused with a reason."""
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import (
     BadBlocks,
+    CheckpointError,
     ChecksumMismatch,
     ModelNotFound,
     RootMismatch,
@@ -420,3 +422,18 @@ def test_a_damaged_file_is_damaged_whatever_its_tensors_break(llama: Path, error
         read_tensors(path, "0" * 64, lambda _: True, keep)
     with pytest.raises(MalformedWeights, match="cannot be read"):
         read_tensors(path, hashlib.sha256(path.read_bytes()).hexdigest(), lambda _: True, keep)
+
+
+def test_a_full_temporary_folder_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformers` reads copies there; the family is not unknown, nor a tokenizer broken."""
+    write, checkpoint = Path.write_bytes, open_checkpoint(DEMO_CHECKPOINT)
+
+    def fill_up(path: Path, data: bytes) -> int:
+        if path.parent.name.startswith("swarm-load-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    for read in (lambda: open_checkpoint(DEMO_CHECKPOINT), checkpoint.texts().tokenizer):
+        with pytest.raises(CheckpointError, match=r"temporary copy of .*config\.json: No space left on device"):
+            read()

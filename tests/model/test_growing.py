@@ -65,6 +65,48 @@ def test_what_is_reserved_is_held_when_it_is_used(tokens: int):
         assert states.nbytes <= resident_bytes(reserved) <= states.nbytes + 2 * HEADS * mmap.PAGESIZE
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is reserved")
+@pytest.mark.parametrize("removed", [[1950], [100] * 19])
+def test_a_rollback_gives_its_memory_back(removed: list[int]):
+    """At once, or in pieces of which none is much."""
+    rows, heads, size = 8, 2, 64
+    layer, prompt = GrowingLayer(), torch.randn(rows, heads, 2000, size)
+    with torch.inference_mode():
+        layer.update(prompt, prompt)
+        for count in removed:
+            layer.crop(-count)
+            layer.update(prompt[:, :, :1], prompt[:, :, :1])
+    for states in (layer.keys, layer.values):
+        edges = 2 * rows * heads * mmap.PAGESIZE
+        assert resident_bytes(states.untyped_storage()) <= 4 / 3 * states.nbytes + edges
+
+
+def test_a_wrong_guess_copies_nothing():
+    layer, prompt = GrowingLayer(), torch.randn(1, 8, 400, 64)
+    with torch.inference_mode():
+        layer.update(prompt, prompt)
+        at = layer.keys.data_ptr()
+        for _ in range(50):
+            layer.update(prompt[:, :, :16], prompt[:, :, :16])
+            layer.crop(-15)
+    assert layer.keys.data_ptr() == at
+
+
+@pytest.mark.parametrize("small_bytes", [0, 40 * POSITION_BYTES])
+def test_rollbacks_of_any_size_leave_what_the_stock_layer_has(small_bytes: int):
+    stock, ours = DynamicLayer(), GrowingLayer(GrowingLimits(small_bytes=small_bytes))
+    source = torch.Generator().manual_seed(1)
+    for number in range(300):
+        new = torch.randn(1, HEADS, 1 + number % 7 * (number % 5), SIZE, generator=source)
+        for one, other in zip(stock.update(new, new), ours.update(new, new), strict=True):
+            assert torch.equal(one, other)
+        if number % 3 == 0:
+            removed = int(torch.randint(stock.keys.shape[-2] // (1 + number % 2), (1,), generator=source))
+            stock.crop(-removed)
+            ours.crop(-removed)
+            assert torch.equal(stock.keys, ours.keys)
+
+
 def test_where_nothing_can_be_reserved_a_past_grows_all_the_same():
     more_than_there_is = GrowingLimits(reserved_tokens_min=1 << 42)
     layer, new = GrowingLayer(more_than_there_is), torch.randn(1, HEADS, 700, SIZE)

@@ -2,7 +2,9 @@
 
 import errno
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,39 @@ def test_a_connection_that_breaks_is_a_failed_download(
     assert not half_files(tmp_path)
 
 
+def test_what_an_ended_process_left_of_a_download_goes(
+    hub: Hub, open_from: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    """Of this span's files and of others, of which it may be that no span here wants them any more."""
+    checkpoint = open_from()
+    (blobs,) = tmp_path.glob("cache/models--*/blobs")
+    for file in checkpoint.weight_files:
+        (blobs / f"{checkpoint.source.told(file)}.0123abcd.incomplete").write_bytes(b"half of it")
+    load_span(checkpoint, Blocks(2, 3))
+    assert not half_files(tmp_path)
+
+
+def test_a_process_that_downloads_keeps_its_file(
+    hub: Hub, open_from: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    """Two begin the same download: the second waits for the first, and both have the file."""
+    checkpoint = open_from()
+    file = min(weights_of(checkpoint, "model.layers.2."))
+    hub.slow_down(REPOSITORY, file, 0.7 * checkpoint.source.size((file,)))
+    with ThreadPoolExecutor(2) as processes:
+        first = processes.submit(checkpoint.source.fetch, (file,))
+        while not half_files(tmp_path):
+            assert not first.done()
+            time.sleep(0.01)
+        (half,) = half_files(tmp_path)
+        second = processes.submit(open_from().source.fetch, (file,))
+        while half.exists():
+            assert not second.done()
+            time.sleep(0.01)
+        assert first.result() == second.result()
+    assert hub.bytes_sent(REPOSITORY, file) < 1.5 * checkpoint.source.size((file,))
+
+
 def test_what_the_hub_does_not_have_is_not_found(hub: Hub, open_from: Callable[..., Checkpoint]) -> None:
     with pytest.raises(ModelNotFound, match="no such repository"):
         open_from("org/nothing")
@@ -162,6 +197,17 @@ def test_revisions_and_tokens_are_used(hub: Hub, open_from: Callable[..., Checkp
         open_from()
     assert open_from(token="hf_secret").config.model_type == "llama"
     assert open_from(token="hf_secret", revision="other").config.model_type == "qwen2"
+
+
+@pytest.mark.parametrize("token", [None, "hf_other"])
+def test_a_gated_repository_asks_for_an_account_with_access(
+    hub: Hub, open_from: Callable[..., Checkpoint], family_dir: FamilyDir, token: str | None
+) -> None:
+    """It shows its files' names to everybody, so that the first refusal is that of a download."""
+    hub.add(REPOSITORY, family_dir("llama"), access="gated", token="hf_secret")
+    with pytest.raises(ModelNotFound, match="only to accounts with access; pass a token"):
+        open_from(token=token)
+    assert open_from(token="hf_secret").config.model_type == "llama"
 
 
 def test_a_server_starts_again_while_the_hub_is_away(

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from swarm.dht.directory import Directory
-from swarm.dht.records import Announcement
+from swarm.dht.records import RECORD, Announcement, Mooring, Rtt
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.server.announcer import Announcer, State
@@ -45,3 +45,20 @@ async def test_a_server_that_nobody_can_find_says_so_once_each_time(store: Lonel
             store.others = others
             await announcer.announce()
     assert [event["log_level"] for event in events if event["log_level"] != "info"] == ["warning", "warning"]
+
+
+@pytest.mark.parametrize(("host_chars", "kept"), [(9, RECORD.rtts_max), (120, 13)])
+async def test_a_record_leaves_out_the_round_trips_that_have_no_room(store: Lonely, host_chars: int, kept: int) -> None:
+    """Others name the anchors, and their addresses."""
+    host = ".".join(["a" * 60] * 2)[-host_chars:].lstrip(".-")
+    anchor = Mooring("c" * 64, "d" * 64, f"{host}:31330")
+    rtts = tuple(Rtt(f"{number:016x}", 123.4) for number in range(RECORD.rtts_max))
+
+    def current(state: State) -> Announcement:
+        names = {"model": "m" * 50, "public_name": "n" * 64, "device": "d" * 64}
+        return announcement(ALICE, state=state, anchors=(anchor,) * RECORD.anchors_max, rtts=rtts, **names)
+
+    announcer = Announcer(Directory(store, identity=ALICE, network=NETWORK, clock=time.time), current)
+    record = await announcer.announce()
+    assert record.announcement.rtts == rtts[:kept]
+    assert kept == RECORD.rtts_max or len(record.data) > RECORD.bytes_max - 40, "there was room for another one"

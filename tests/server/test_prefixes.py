@@ -1,5 +1,7 @@
 """A server keeps the beginning of a marked prompt for its owner alone, and drops it before it refuses anybody."""
 
+import sys
+
 import pytest
 import torch
 
@@ -84,6 +86,15 @@ async def test_session_is_charged_for_what_it_begins_with(first: Site, owner: Pe
     assert first.server.pool.used == 32
     await closed(owner, first, request)
     assert first.server.pool.used == 0
+
+
+async def test_the_names_of_a_prompts_blocks_take_hardly_more_than_their_tags(first: Site, owner: Peer):
+    """They are charged to nobody, and a peer has many sessions."""
+    marks = Marks(size=16, tags=tuple(f"{number:032x}" for number in range(512)))
+    request, _ = await opens(owner, first, marks, positions_max=16 * 512)
+    keys = first.session(request).tenure.marked.keys
+    assert len(keys) > 4
+    assert sum(map(sys.getsizeof, keys)) <= 64 * len(keys)
 
 
 async def test_another_peer_with_the_same_tags_finds_nothing(first: Site, owner: Peer, stranger: Peer):

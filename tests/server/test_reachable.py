@@ -17,7 +17,7 @@ from swarm.net.addresses import Change
 from swarm.server import reachable
 from swarm.server.reachable import Ask, Listening, Reachability, ReachLimits
 
-SIGNED: Any = None
+SIGNED: Any = object()
 
 
 async def signed() -> Any:

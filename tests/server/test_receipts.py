@@ -4,7 +4,7 @@ import pytest
 
 from swarm.activations import Activations
 from swarm.protocol.attest import Attest, Attested
-from swarm.protocol.messages import Open, Reroute, Rerouted
+from swarm.protocol.messages import Close, Open, Reroute, Rerouted
 from swarm.protocol.receipts import Receipt, ReceiptLimits, Statement, Tally, as_received
 from swarm.protocol.tensors import Coding
 from tests.server.sites import (
@@ -114,3 +114,24 @@ async def test_a_past_that_is_to_come_anew_is_not_told(first: Site, owner: Peer)
     reset = Reroute(session=request.session, epoch=1, reset=True, after_step=1)
     assert isinstance(await owner.ask(first, reset), Rerouted)
     assert (await answer(owner, first, request, 1)).why == "the session has no positions"
+
+
+async def test_a_tally_is_charged_and_lost_where_there_is_no_room(first: Site, owner: Peer):
+    request, journals = await opened(owner, first, receipt=True), first.server.memory.journals
+    (await owner.to(first)).send(*step(request, 1, activations(1, 6)))
+    await owner.output()
+    assert (await signed(owner, first, request)).length == 6
+    assert journals.used == 6 * 64
+    journals.capacity = 7 * 64
+    (await owner.to(first)).send(*step(request, 2, activations(1, 3), keep=6))
+    await owner.output()
+    assert (await answer(owner, first, request)).why == "there was no room for it"
+    assert journals.used == 0
+    journals.capacity = 1 << 20
+    (await owner.to(first)).send(*step(request, 3, activations(1, 1)))
+    await owner.output()
+    assert (await signed(owner, first, request)).length == 1
+    assert journals.used > 0
+    (await owner.to(first)).send(Close(session=request.session))
+    await owner.settled(first)
+    assert journals.used == 0

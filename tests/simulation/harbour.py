@@ -231,7 +231,7 @@ class Berth:
 
     async def find(self, announcer: Announcer) -> None:
         """Moor before the server is online, as `serve` does."""
-        while not await self.reach.find(announcer.announce):
+        while not await self.reach.find(announcer.attempt):
             await self.reach.news()
 
     def look(self) -> None:
