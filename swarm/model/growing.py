@@ -38,6 +38,7 @@ class GrowingLimits:
     window_slack_share: int = limit(4, "parts", "of a window's buffer, of which one is to spare before it moves back")
     reserved_times: int = limit(4, "times", "the length of a layer that is reserved as address space")
     unused_share: int = limit(4, "parts", "of a used buffer; a rollback that leaves more than one unused copies")
+    unused_tokens_min: int = limit(64, "tokens", "of all rows; a rollback that leaves fewer unused does not copy")
     reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
@@ -91,8 +92,9 @@ class _Buffer:
     def cropped(self, before: int, kept: Tensor) -> Tensor:
         """Return what a rollback has left of so many positions, in memory of its own where much more was used."""
         self._used = max(self._used, before)
-        share = self._limits.unused_share
-        if self._memory is None or kept.shape[-2] * share >= self._used * (share - 1):
+        unused = self._used - kept.shape[-2]
+        is_little = unused * self._limits.unused_share <= self._used
+        if self._memory is None or is_little or unused * len(kept) < self._limits.unused_tokens_min:
             return kept
         self._memory = None
         return kept.clone()

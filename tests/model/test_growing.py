@@ -81,14 +81,16 @@ def test_a_rollback_gives_its_memory_back(removed: list[int]):
         assert resident_bytes(states.untyped_storage()) <= 4 / 3 * states.nbytes + edges
 
 
-def test_a_wrong_guess_copies_nothing():
-    layer, prompt = GrowingLayer(), torch.randn(1, 8, 400, 64)
+@pytest.mark.parametrize(("length", "guesses"), [(400, 16), (40, 48)])
+def test_a_wrong_guess_copies_nothing(length: int, guesses: int):
+    layer, prompt = GrowingLayer(GrowingLimits(small_bytes=0)), torch.randn(1, 8, 400, 64)
     with torch.inference_mode():
-        layer.update(prompt, prompt)
+        layer.update(prompt[:, :, :length], prompt[:, :, :length])
+        layer.update(prompt[:, :, :1], prompt[:, :, :1])
         at = layer.keys.data_ptr()
         for _ in range(50):
-            layer.update(prompt[:, :, :16], prompt[:, :, :16])
-            layer.crop(-15)
+            layer.update(prompt[:, :, :guesses], prompt[:, :, :guesses])
+            layer.crop(1 - guesses)
     assert layer.keys.data_ptr() == at
 
 
