@@ -175,10 +175,7 @@ def _in_another_tier(request: Request, servers: Iterable[Announcement]) -> list[
 
 def _is_class(name: str) -> bool:
     """Whether a record's class can be asked for: how activations travel is the client's choice."""
-    try:
-        return not NumericClass.parse(name).wire
-    except ValueError:
-        return False
+    return not NumericClass.parse(name).wire
 
 
 def _runs(announcement: Announcement, request: Request, held: Held = ()) -> tuple[Blocks, ...]:

@@ -40,7 +40,7 @@ def exactness_of(hops: Sequence[Announcement], *, is_coded: bool) -> Exactness:
     """
     if is_coded:
         return "tier"
-    classes = {_parsed(hop.numeric_class) for hop in hops}
+    classes = {NumericClass.parse(hop.numeric_class) for hop in hops}
     is_integer = all(each.weights in {"int8", "int4", "own4"} for each in classes)
     if len(classes) == 1 and is_integer and _is_one_kind(hops):
         return "bits"
@@ -56,13 +56,6 @@ def crossings(held: Held, now: Iterable[tuple[Blocks, str]], position: int) -> t
         for before, old in held
         if old != new and before.start < blocks.stop and blocks.start < before.stop
     )
-
-
-def _parsed(name: str) -> NumericClass:
-    try:
-        return NumericClass.parse(name)
-    except ValueError:
-        return NumericClass(name)
 
 
 def _is_one_kind(hops: Sequence[Announcement]) -> bool:

@@ -244,7 +244,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "a wrong server is not banned",
                 "client/session/sessions.py",
-                'self.avoidance.ban(process.partition("/")[0])',
+                "self.avoidance.ban(peer)",
                 "pass",
                 "test_server_that_leaves_a_block_out_is_found_and_left",
             ),
