@@ -16,7 +16,6 @@ import mmap
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
-def reserve(shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Reserve pages of a computer's own memory, which go back at once when the tensor is freed.
+def reserve(numbers: int, like: Tensor) -> mmap.mmap | None:
+    """Reserve pages of a computer's own memory for so many numbers; they go back at once when they are freed.
 
     They take no memory until they are written to, not even as one huge page that a system may prefer. None on devices
     and other systems, and where there are no more mappings, or no more memory is promised than there is.
@@ -56,10 +55,9 @@ def reserve(shape: tuple[int, ...], like: Tensor) -> Tensor | None:
     if like.device.type != "cpu" or sys.platform != "linux":
         return None
     with suppress(OSError):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        space = mmap.mmap(-1, prod(shape) * like.dtype.itemsize, flags=flags)
+        space = mmap.mmap(-1, numbers * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         space.madvise(mmap.MADV_NOHUGEPAGE)
-        return torch.frombuffer(space, dtype=like.dtype).view(shape)
+        return space
     return None
 
 
@@ -111,8 +109,8 @@ class _Buffer:
         """Memory for so many positions and some more."""
         rows, heads, _, size = new.shape
         tokens = max(self._limits.reserved_tokens_min, pages(self._limits.reserved_times * total))
-        if self._reserves and (reserved := reserve((rows, heads, tokens, size), new)) is not None:
-            return reserved
+        if self._reserves and (space := reserve(rows * heads * tokens * size, new)) is not None:
+            return torch.frombuffer(space, dtype=new.dtype).view(rows, heads, tokens, size)
         return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
 
     def _start_of(self, past: Tensor, new: Tensor) -> int:

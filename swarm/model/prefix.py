@@ -3,6 +3,8 @@
 Only layers that keep every position can be cut: windows and recurrent states know the end of a past alone.
 """
 
+import functools
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +20,13 @@ from swarm.model.span import Span
 class PastBlock:
     """Keys and values of some positions of each layer of a span, which nothing changes any more.
 
-    They lie one behind the other in one tensor with pages of its own: thousands that come and go leave a heap no holes.
-    shapes: [1, heads, positions, size] of each layer's keys and of its values.
+    They lie one behind the other in pages of their own, and no tensor is kept: thousands of blocks that come and go
+    leave a heap no holes, not even those around small things. data: the pages; a tensor where none can be had. shapes:
+    [1, heads, positions, size] of each layer's keys and of its values, the same object in blocks that are alike.
     """
 
-    data: Tensor
+    data: mmap.mmap | Tensor
+    dtype: torch.dtype
     shapes: tuple[tuple[torch.Size, torch.Size], ...]
 
     @property
@@ -34,7 +38,8 @@ class PastBlock:
     def layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Each layer's keys and values, as views."""
         sizes = [shape.numel() for pair in self.shapes for shape in pair]
-        parts = iter(self.data.split(sizes))
+        data = self.data if isinstance(self.data, Tensor) else torch.frombuffer(self.data, dtype=self.dtype)
+        parts = iter(data.split(sizes))
         return tuple((next(parts).view(keys), next(parts).view(values)) for keys, values in self.shapes)
 
 
@@ -80,12 +85,18 @@ def _kinds(cache: SpanCache) -> set[tuple[torch.dtype, torch.device]]:
     return {(side.dtype, side.device) for layer in cache.layers for side in (layer.keys, layer.values)}
 
 
+@functools.lru_cache(maxsize=64)
+def _one(shapes: tuple[tuple[torch.Size, torch.Size], ...]) -> tuple[tuple[torch.Size, torch.Size], ...]:
+    """Return the first ones that were equal."""
+    return shapes
+
+
 def _copied(cache: SpanCache, start: int, stop: int) -> PastBlock:
     cut = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in cache.layers]
-    shapes = tuple((keys.shape, values.shape) for keys, values in cut)
     like, numbers = cut[0][0], sum(keys.numel() + values.numel() for keys, values in cut)
-    data = reserve((numbers,), like)
-    block = PastBlock(like.new_empty(numbers) if data is None else data, shapes)
+    data = reserve(numbers, like)
+    shapes = _one(tuple((keys.shape, values.shape) for keys, values in cut))
+    block = PastBlock(like.new_empty(numbers) if data is None else data, like.dtype, shapes)
     for into, pair in zip(block.layers, cut, strict=True):
         for side in (0, 1):
             into[side].copy_(pair[side])
