@@ -93,6 +93,12 @@ def patrol(seed: int, fails: float, burst: int) -> tuple[int, set[str]]:
     return of_liar if LIAR.peer_id in world.left_out else 0, world.left_out - {LIAR.peer_id}
 
 
+def test_a_doubt_that_a_wrong_server_explains_is_gone() -> None:
+    doubt = Verdict(doubted=frozenset({"liar", "honest"}))
+    assert not doubt.given(frozenset({"liar"})).suspected
+    assert doubt.given(frozenset({"another"})).suspected == {"liar", "honest"}
+
+
 @pytest.mark.parametrize(
     ("fails", "burst", "least"), [(0.0, 0, 0.99), (0.05, 12, 0.99), (0.2, 1, 0.99), (0.2, 12, 0.8), (0.4, 12, 0.5)]
 )

@@ -333,7 +333,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "client/auditing/inquest.py",
                 "frozenset() if self.doubted & wrong else self.doubted",
                 "self.doubted - wrong",
-                "test_the_liar_is_found_and_nobody_else",
+                "test_a_doubt_that_a_wrong_server_explains_is_gone",
             ),
             (
                 "no replay elsewhere convicts",
