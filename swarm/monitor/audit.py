@@ -138,7 +138,7 @@ async def audited(patrol: Patrol, arguments: AuditArguments, orders: Orders) -> 
             return replace(found, took_s=time.monotonic() - began)
     except SwarmError as error:
         return Findings(why=str(error), took_s=time.monotonic() - began)
-    except Exception as error:  # noqa: BLE001 - what a server does must not end the auditor, which remembers the others
+    except Exception as error:  # noqa: BLE001 - no server may end the auditor, which remembers the others
         _log.exception("an audit has failed")
         return Findings(why=f"an audit has failed: {type(error).__name__}", took_s=time.monotonic() - began)
 
