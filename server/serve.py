@@ -231,7 +231,7 @@ class _Host:
             if goal is not None:
                 await self._claims.withdraw(loaded.span.blocks)
         finally:
-            self._reach.on_change = _nothing  # the announcer leads to the span, for which there is soon no room
+            self._reach.on_change = lambda: None  # the announcer leads to the span, for which there is soon no room
             await server.stop(moving=goal is not None)
         return goal
 
@@ -346,7 +346,3 @@ class _Host:
                 announcing.cancel()
         await self._claims.withdraw(blocks)
         return await self._load(otherwise)
-
-
-def _nothing() -> None:
-    pass
