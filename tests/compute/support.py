@@ -129,6 +129,7 @@ class _Session:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.n_blocks = session.n_blocks
 
     @property
     def over(self) -> bool:
