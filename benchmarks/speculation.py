@@ -12,8 +12,10 @@ writes behind the beginning of a function, of which look-up knows nothing at fir
     one, K     one window of K guesses at a time   ahead      windows in flight
     never      ahead, and no guess is right
 
-"one", "ahead" and "never" guess by an oracle: it knows the text, and replaces a set share of its tokens, drawn ones, by
-wrong ones. Each guess takes it 2 ms of sleep, as on hardware of its own. A wrong guess is no surer than a right one.
+"one" and "ahead" guess by a noisy copy of the model, whose noise is such that it is right in a set share of its
+guesses on the very text. "blind" guesses by an oracle: it knows the text, and replaces a set share of its tokens, drawn
+ones, by wrong ones. It is no surer of a right guess than of a wrong one. "never" is always wrong. Guesses are made
+beforehand, and each takes 2 ms of sleep, as on hardware of its own.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -32,6 +35,7 @@ from unittest.mock import patch
 
 import torch
 from common import SEED, Samples, table, write_json
+from noisy import Copies, Played
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from swarm.client import AutoDistributedModel
@@ -96,22 +100,14 @@ class Way:
         return median(self.speeds)
 
 
-class Oracle:
-    """Knows the text, and is as right as it is told. Sleeps for each guess."""
+class Oracle(Played):
+    """Knows the text, and is as right as it is told."""
 
     def __init__(self, text: Sequence[int], right: float, seed: int, guess_s: float = DRAFT_S, new: int = 0) -> None:
         """guess_s: that it sleeps. new: the last tokens of the text, of which so many are right; 0 for all."""
         among = range(len(text) - (new or len(text)), len(text))
         wrong = set(Random(seed).sample(among, round(len(among) * (1 - right))))
-        self._guess_s = guess_s
-        self._wrong = [(token + 7) % 500 if at in wrong else token for at, token in enumerate(text)]
-
-    def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
-        """As `Draft.propose`."""
-        known = len(text) + len(guesses)
-        found = self._wrong[known : known + count]
-        time.sleep(self._guess_s * len(found))
-        return [Guess(token, 0) for token in found]
+        super().__init__([Guess((n + 7) % 500 if at in wrong else n, 0) for at, n in enumerate(text)], guess_s)
 
 
 class Scripted(LogitsProcessor):
@@ -197,12 +193,13 @@ def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -
         new, old = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (NEW, FILE))
         edited = tokenizer(EDITED)["input_ids"]
         options.tokens = min(options.tokens, len(edited))
+        copies = Copies(checkpoint, options.seed)
         edit = {**GREEDY, "logits_processor": LogitsProcessorList([Scripted(old.shape[1], edited)])}
         for text, ids, hows in (("edit", old, {"greedy": edit}), ("new", new, {"greedy": GREEDY, "seeded": SAMPLED})):
             for sampling, how in hows.items():
                 plain = Way("plain")
                 once(model, plain, ids, how, options)  # warms up, and tells the oracles
-                ways = [plain, *ways_of(text, plain.tokens[0], options)]
+                ways = [plain, *ways_of(plain.tokens[0], copies if text == "new" else None, sampling, options)]
                 plain.speeds.clear()
                 for _ in range(options.rounds):
                     for way in ways:
@@ -210,30 +207,30 @@ def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -
                 yield text, sampling, ways
 
 
-def ways_of(text: str, tokens: list[int], options: argparse.Namespace) -> list[Way]:
-    """Return the ways in which a text is generated beside the plain one."""
+def ways_of(tokens: list[int], copies: Copies | None, sampling: str, options: argparse.Namespace) -> list[Way]:
+    """Return the ways in which a text is generated beside the plain one. copies: None for a text that is edited."""
     lookup = Way("look-up", Drafting(Lookup))
-    if text == "edit":
+    if copies is None:
         return [lookup, Way("stock", stock=True)]
     found = [lookup, Way("silent", Drafting(Silent))]
-    for right in RIGHT:
-        make = _oracle(tokens, right, options)
-        for window in WINDOWS:
+    for right in (*RIGHT, RIGHT_FOR_COST):
+        guesses = copies.guesses(tokens, options.tokens, right, is_drawn=sampling == "seeded")
+        make = partial(Played, guesses, DRAFT_S)
+        for window in WINDOWS if right in RIGHT else ():
             one = AheadLimits(
                 tokens_max=window, frame_tokens=window, frame_tokens_min=window, frames_max=1, cut_off=0.0
             )
             found.append(Way(f"one, {window}, {right}", Drafting(make), one))
-        found.append(Way(f"ahead, {right}", _ahead(tokens, right, options)))
-    found.append(Way(f"ahead, {RIGHT_FOR_COST}", _ahead(tokens, RIGHT_FOR_COST, options)))
-    return [*found, Way("never", _ahead(tokens, 0.0, options))]
+        found.append(Way(f"ahead, {right}", _ahead(make)))
+        found.append(Way(f"blind, {right}", _ahead(_oracle(tokens, right, options))))
+    return [*found, Way("never", _ahead(_oracle(tokens, 0.0, options)))]
 
 
 def _oracle(tokens: list[int], right: float, options: argparse.Namespace) -> Callable[[], Draft]:
-    return lambda: Oracle(tokens, right, options.seed, new=options.tokens)
+    return partial(Oracle, tokens, right, options.seed, new=options.tokens)
 
 
-def _ahead(tokens: list[int], right: float, options: argparse.Namespace) -> Drafting:
-    make = _oracle(tokens, right, options)
+def _ahead(make: Callable[[], Draft]) -> Drafting:
     return Drafting(Silent, slow=lambda _: make())
 
 

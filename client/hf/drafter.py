@@ -85,9 +85,8 @@ class ModelDraft:
         if self._small.takes_keep:
             more["logits_to_keep"] = 1
         logits = model(input_ids=ids, use_cache=True, **more).logits[0, -1]
-        token, confidence, is_drawn = self._draws.choose(path, logits)
-        kind = -1 - int(10 * min(confidence, 0.99))  # by tenths; those of look-up are positive
-        self._held, self._next = list(path), Guess(token, kind, None if is_drawn else confidence)
+        token, confidence = self._draws.choose(path, logits)
+        self._held, self._next = list(path), Guess(token, -1, confidence)  # kinds of look-up are positive
         return self._next
 
 

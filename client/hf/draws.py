@@ -50,10 +50,11 @@ class Draws:
                 del self._states[past]
                 self._noise.pop(past, None)
 
-    def choose(self, path: list[int], logits: Tensor) -> tuple[int, float, bool]:
-        """Return the token behind a path by a draft's logits, [vocabulary], and how likely the draft takes it to be.
+    def choose(self, path: list[int], logits: Tensor) -> tuple[int, float]:
+        """Return the token behind a path by a draft's logits, [vocabulary], and how sure the draft is of it.
 
-        Also whether it was drawn: then an unlikely one may be right as often as a likely one.
+        That is its share of all p, or of all p / q where it is drawn: an unlikely token that wins the race by far is
+        the model's, too, wherever the model's p is anything like the draft's.
         """
         with self._lock:
             processors, noise = self._processors, self._drawn(len(path), logits.shape[0])
@@ -64,9 +65,11 @@ class Draws:
                 if _is_stateless(each):
                     warp: Any = each  # its types ask for tensors of old names
                     scores = warp(ids, scores)
-        probabilities = torch.softmax(scores, dim=-1)[0]
-        token = int((probabilities if noise is None else probabilities / noise).argmax())
-        return token, float(probabilities[token]), noise is not None
+        race = torch.softmax(scores, dim=-1)[0]
+        if noise is not None:
+            race /= noise
+        token = int(race.argmax())
+        return token, float(race[token] / race.sum())
 
     def _drawn(self, position: int, vocabulary: int) -> Tensor | None:
         """Return what is drawn for a position; None where nothing is, or it is past."""

@@ -146,7 +146,6 @@ class StateGuesses:
     def _next(self, path: list[int]) -> Guess:
         assert self._last is not None
         logits = self._predictor.logits(self._last)
-        token, confidence, is_drawn = self._context.draws.choose(path, logits)
+        token, confidence = self._context.draws.choose(path, logits)
         depth = min(len(self._tokens) - self._sure, 9)
-        kind = -100 - 10 * depth - int(10 * min(confidence, 0.99))
-        return Guess(token, kind, None if is_drawn else confidence)
+        return Guess(token, -1 - depth, confidence)

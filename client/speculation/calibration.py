@@ -1,36 +1,48 @@
-"""How often guesses are right: learned for each kind of them, while generating."""
+"""How often guesses are right: learned for each kind of them, while generating.
+
+Guesses of one kind are as likely as they say, but for one shift of their log-odds. It is learned by logistic
+regression: a Newton step for each guess that is compared with the text, in which older ones count less and less.
+"""
 
 from collections import defaultdict
+from dataclasses import dataclass
+from math import exp, log
 
+from swarm.client.speculation.drafts import Guess
 from swarm.client.speculation.limits import CalibrationLimits
 
 
+@dataclass(slots=True)
+class _Shift:
+    """Of the log-odds of one kind. known: what was seen of it, in the curvature of the log-likelihood."""
+
+    log_odds: float = 0.0
+    known: float = 0.0
+
+
 class Calibration:
-    """Counts right and wrong guesses."""
+    """Compares what guesses say with what they were."""
 
     def __init__(self, limits: CalibrationLimits | None = None) -> None:
         self._limits = limits or CalibrationLimits()
-        self._right: defaultdict[int, float] = defaultdict(float)
-        self._seen: defaultdict[int, float] = defaultdict(float)
+        self._shifts: defaultdict[int, _Shift] = defaultdict(_Shift)
 
-    def likelihood(self, kind: int, prior: float | None = None) -> float:
-        """Return how likely a guess of this kind is to be right, where all before it are.
+    def likelihood(self, guess: Guess) -> float:
+        """Return how likely a guess is to be right, where all before it are."""
+        limits = self._limits
+        said = limits.prior_right if guess.likely is None else guess.likely
+        said = min(max(said, limits.said_min), limits.said_max)
+        return 1.0 / (1.0 + exp(-log(said / (1.0 - said)) - self._shifts[guess.kind].log_odds))
 
-        prior: the same as far as the draft knows, where it knows anything.
-        """
-        weight = self._limits.prior_weight
-        prior = self._limits.prior_right if prior is None else prior
-        return (self._right[kind] + prior * weight) / (self._seen[kind] + weight)
-
-    def saw(self, kind: int, *, is_right: bool) -> None:
+    def saw(self, guess: Guess, *, is_right: bool) -> None:
         """Learn of one guess."""
-        fade = 1.0 - 1.0 / self._limits.memory
-        self._right[kind] = self._right[kind] * fade + is_right
-        self._seen[kind] = self._seen[kind] * fade + 1.0
+        likelihood, shift = self.likelihood(guess), self._shifts[guess.kind]
+        shift.known = shift.known * (1.0 - 1.0 / self._limits.memory) + likelihood * (1.0 - likelihood)
+        shift.log_odds += (is_right - likelihood) / (shift.known + self._limits.prior_weight)
 
     def forget(self) -> None:
         """A token has passed without a guess: what was learned counts less, so that guesses are tried again."""
-        fade = 1.0 - 0.25 / self._limits.memory
-        for counts in (self._right, self._seen):
-            for kind in counts:
-                counts[kind] *= fade
+        fade = 1.0 - 0.125 / self._limits.memory
+        for shift in self._shifts.values():
+            shift.known *= fade
+            shift.log_odds *= fade

@@ -10,9 +10,9 @@ from swarm.limits import limit
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One guessed token. kind: guesses of one kind are right equally often, as far as the draft can tell.
+    """One guessed token. likely: how sure the draft is that it is right, from 0 to 1, where it can tell.
 
-    likely: how likely the draft itself takes it to be right, from 0 to 1; it counts until more is learned of the kind.
+    kind: guesses of one kind are surer than they say, or less sure, by the same log-odds.
     """
 
     token: int

@@ -23,7 +23,9 @@ class CalibrationLimits:
     """How quickly it is learned how often guesses are right."""
 
     prior_right: float = limit(0.6, "", "of guesses of which nothing is known yet")
-    prior_weight: float = limit(2.0, "guesses", "so many seen ones count as much as that assumption")
+    prior_weight: float = limit(0.25, "", "of no shift, in the curvature of the log-likelihood: that of one guess")
+    said_min: float = limit(0.01, "", "no draft is taken for less sure")
+    said_max: float = limit(0.99, "", "no draft is taken for surer")
     memory: int = limit(64, "guesses", "older ones count less and less")
 
 

@@ -114,7 +114,7 @@ class Pipe(Generic[Answer]):
         if guess is None:
             self._calibration.forget()
         else:
-            self._calibration.saw(guess.kind, is_right=is_right)
+            self._calibration.saw(guess, is_right=is_right)
             self.counts.right += is_right
             self.counts.wrong += not is_right
         self.text.append(token)
@@ -142,7 +142,7 @@ class Pipe(Generic[Answer]):
         path = prod(likelihood for _, likelihood in self._guesses)
         chosen = []
         for guess in guesses:
-            likelihood = self._calibration.likelihood(guess.kind, guess.likely)
+            likelihood = self._calibration.likelihood(guess)
             path *= likelihood
             if path < self._limits.cut_off:
                 break

@@ -1,5 +1,6 @@
 """Guesses of the next tokens without a swarm: look-up, what is learned of it, and what is in flight."""
 
+from math import exp
 from random import Random
 
 import pytest
@@ -61,12 +62,13 @@ def test_a_text_that_grew_is_guessed_like_one_that_came_at_once(text, steps, cou
 
 
 def test_guesses_that_were_always_wrong_are_thought_unlikely_and_tried_again_later():
-    calibration, before = Calibration(), Calibration().likelihood(3)
+    guess, other = Guess(0, 3), Guess(0, 4)
+    calibration, before = Calibration(), Calibration().likelihood(guess)
     for _ in range(60):
-        calibration.saw(3, is_right=False)
-    assert calibration.likelihood(3) < 0.1 < calibration.likelihood(4) == before
+        calibration.saw(guess, is_right=False)
+    assert calibration.likelihood(guess) < 0.1 < calibration.likelihood(other) == before
     passed = 0
-    while calibration.likelihood(3) < 0.1:
+    while calibration.likelihood(guess) < 0.1:
         calibration.forget()
         passed += 1
     assert 50 < passed < 2000
@@ -75,8 +77,32 @@ def test_guesses_that_were_always_wrong_are_thought_unlikely_and_tried_again_lat
 def test_what_was_seen_last_counts_most():
     calibration = Calibration(CalibrationLimits(memory=8))
     for is_right in [True] * 50 + [False] * 8:
-        calibration.saw(0, is_right=is_right)
-    assert calibration.likelihood(0) < 0.5
+        calibration.saw(Guess(0, 0), is_right=is_right)
+    assert calibration.likelihood(Guess(0, 0)) < 0.5
+
+
+@given(st.integers(0, 1000), st.floats(-2, 2), st.sampled_from(("sure", "unsure", "silent")))
+def test_likelihoods_are_as_often_right_as_they_say(seed, shift, kind):
+    """Whether a draft is too sure, not sure enough, or says nothing."""
+    rng, calibration = Random(seed), Calibration()
+    expected = right = 0.0
+    for seen in range(400):
+        said = {"sure": rng.uniform(0.5, 0.98), "unsure": rng.uniform(0.05, 0.5), "silent": 0.6}[kind]
+        guess = Guess(0, 0, None if kind == "silent" else said)
+        is_right = rng.random() < 1 / (1 + (1 - said) / said * exp(-shift))
+        if seen >= 100:  # the first ones teach
+            expected += calibration.likelihood(guess)
+            right += is_right
+        calibration.saw(guess, is_right=is_right)
+    assert abs(expected - right) < 0.1 * 300
+
+
+def test_a_draft_that_says_impossible_things_costs_no_error():
+    calibration = Calibration()
+    for said in (0.0, 1.0):
+        for is_right in [True] * 200 + [False] * 200:
+            calibration.saw(Guess(0, 0, said), is_right=is_right)
+            assert 0 < calibration.likelihood(Guess(0, 0, said)) < 1
 
 
 # In flight
