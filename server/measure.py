@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from swarm.compute.controlgroups import bytes_left
 from swarm.dht.records import RECORD
 from swarm.limits import limit
 from swarm.model.growing import PAGE_TOKENS
 from swarm.model.span import Span
-from swarm.server.controlgroups import bytes_left
 from swarm.server.pool import Prices
 
 

@@ -18,6 +18,7 @@ import structlog
 
 from swarm.client.auditing.ledger import Audits
 from swarm.client.session.membership import Member
+from swarm.compute.controlgroups import bytes_left
 from swarm.compute.thread import ComputeThread
 from swarm.errors import ModelNotFound, SwarmError
 from swarm.gateway.answering import Model
@@ -44,7 +45,7 @@ class Models:
         self._member = member
         self._loader = Loader(member, compute, options, limits, self._now)
         self._routes = Routes(partial(options.membership, member), options.routes, self._now)
-        self._bytes_max = options.ends_bytes_max or psutil.virtual_memory().total // 2
+        self._bytes_max = options.ends_bytes_max or half_of_memory()
         self._checkpoints: dict[str, Checkpoint] = {}
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
@@ -217,3 +218,9 @@ async def serving(models: Models) -> AsyncIterator[Models]:
         yield models
     finally:
         await models.close()
+
+
+def half_of_memory() -> int:
+    """Return half of the host's memory, or of what this process's control groups leave of it."""
+    total, left = int(psutil.virtual_memory().total), bytes_left()
+    return (total if left is None else min(total, left)) // 2

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swarm.compute.controlgroups import Places, bytes_left
+from swarm.gateway import models
 from swarm.server import measure
-from swarm.server.controlgroups import Places, bytes_left
 
 MIB = 1 << 20
 UNLIMITED_V1 = 0x7FFFFFFFFFFFF000
@@ -79,3 +80,12 @@ def test_a_server_takes_no_more_than_its_groups_leave(monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr(measure, "bytes_left", lambda: left)
     assert measure.free_bytes(torch.device("cpu")) == free
+
+
+@pytest.mark.parametrize(("left", "half"), [(None, 500), (300, 150), (5000, 500)])
+def test_a_gateway_gives_models_half_of_what_its_groups_leave(
+    monkeypatch: pytest.MonkeyPatch, left: int | None, half: int
+):
+    monkeypatch.setattr(models.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000))
+    monkeypatch.setattr(models, "bytes_left", lambda: left)
+    assert models.half_of_memory() == half
