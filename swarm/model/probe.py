@@ -6,7 +6,7 @@ share. Both are looked for where they would be: in the modules, and in the argum
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def check_span(span: Span) -> None:
     for index in samples_of(span):
         block = layers[index]
         part = span.part(Blocks(index, index + 1))
-        watch = _Watch(block)
+        watch = _Watch(block, _unread(span))
         before = _state(block)
         try:
             with torch.inference_mode():
@@ -243,8 +243,10 @@ def _random(part: Span, tokens: int, generator: torch.Generator, batch: int = 1)
 class _Watch:
     """Looks whether a block changes a container among its arguments."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, unread: Collection[str]) -> None:
+        """unread: arguments that no block reads."""
         self.wrote = False
+        self._unread = unread
         self._sizes: list[int] = []
         self._hooks = (
             block.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -256,15 +258,25 @@ class _Watch:
             hook.remove()
 
     def _before(self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._sizes = [len(container) for container in _containers(args, kwargs)]
+        self._sizes = self._sizes_of(args, kwargs)
 
     def _after(self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
-        self.wrote |= self._sizes != [len(container) for container in _containers(args, kwargs)]
+        self.wrote |= self._sizes != self._sizes_of(args, kwargs)
+
+    def _sizes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        values = (*args, *(value for name, value in kwargs.items() if name not in self._unread))
+        return [len(container) for container in _containers(values)]
 
 
-def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def _unread(span: Span) -> Collection[str]:
+    """Return arguments that no block reads: Gemma 4's writes keys there in `transformers` 5.24 if none are shared."""
+    config = span.model.config.get_text_config(decoder=True)
+    return ("shared_kv_states",) if getattr(config, "num_kv_shared_layers", None) == 0 else ()
+
+
+def _containers(values: Sequence[Any]) -> Iterator[Any]:
     """Yield arguments that a block could leave data in: dictionaries, lists and the like."""
-    for value in (*args, *kwargs.values()):
+    for value in values:
         if hasattr(value, "__setitem__") and hasattr(value, "__len__") and not isinstance(value, Tensor):
             yield value
 
