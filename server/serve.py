@@ -26,7 +26,7 @@ from swarm.dht.sequence import SequenceInFile
 from swarm.errors import ComputeFailed, NetworkError, SwarmError
 from swarm.groups import ungrouped
 from swarm.identity import Identity
-from swarm.model.allocator import keep_free_memory
+from swarm.model.allocator import bound_kernels, keep_free_memory
 from swarm.model.weightcache import WeightCache
 from swarm.net.addresses import changes
 from swarm.net.anchor import AnchorLimits
@@ -71,6 +71,7 @@ async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
+    bound_kernels()
     wanted, moves = arguments.network, changes()
     announced = tuple(multiaddr_of(*address) for address in wanted.p2p_announce_address)
     ways_in = wanted.initial_peers or announced or (multiaddr_of(wanted.p2p_listen[0], 0),)

@@ -38,7 +38,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
-from swarm.model.allocator import keep_free_memory, return_free_memory
+from swarm.model.allocator import bound_kernels, keep_free_memory, return_free_memory
 from swarm.net import ports
 from swarm.net.lan import ways_in
 from swarm.options import Reading
@@ -243,6 +243,7 @@ async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:
 @contextmanager
 def computing(threads: int | None) -> Iterator[ComputeThread]:
     """Run a compute thread within the block."""
+    bound_kernels()
     keep_free_memory()
     compute = ComputeThread(asyncio.get_running_loop(), threads)
     try:
