@@ -17,7 +17,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.compute.task import Executor, Forward, Probe, Void
 from swarm.errors import InvalidMessage
-from swarm.model.allocator import return_free_memory
+from swarm.model.allocator import return_kept_memory
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
 from swarm.net.gate import IDLE, PROGRESS, Toll
@@ -125,7 +125,7 @@ class Handler:
             self.accounts.sweep(now)
             self.admission.prefixes.sweep(now)
             if self.registry.take_freed() or self.sessions:
-                chore = Probe(return_free_memory, is_chore=True)  # the allocator keeps much for itself
+                chore = Probe(return_kept_memory, is_chore=True)  # the allocator keeps much for itself
                 self._executor.submit(chore, lambda _: None)
 
     def peers_in_use(self) -> set[str]:

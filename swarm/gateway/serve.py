@@ -38,7 +38,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
-from swarm.model.allocator import bound_kernels, keep_free_memory, return_free_memory
+from swarm.model.allocator import bound_kernels, keep_free_memory, return_kept_memory
 from swarm.net import ports
 from swarm.net.lan import ways_in
 from swarm.options import Reading
@@ -237,7 +237,7 @@ async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:
     """Give freed memory back to the system, for ever: the allocator keeps what long prompts took."""
     while True:
         await asyncio.sleep(every_s)
-        compute.submit(Probe(return_free_memory, is_chore=True), lambda _: None)
+        compute.submit(Probe(return_kept_memory, is_chore=True), lambda _: None)
 
 
 @contextmanager

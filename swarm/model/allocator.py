@@ -12,11 +12,23 @@ import os
 
 
 def keep_free_memory() -> None:
-    """Let this process use its memory again instead of returning it, until `return_free_memory`."""
-    change = getattr(ctypes.CDLL(None), "mallopt", None)
-    if change is not None:
-        change(-3, 4 << 20)  # M_MMAP_THRESHOLD, bytes: larger blocks go back at once, or heaps end up full of holes
-        change(-1, 32 << 20)  # M_TRIM_THRESHOLD, bytes: more free memory at the end of a heap goes back
+    """Let this process use its memory again instead of returning it, until `return_kept_memory`."""
+    _change(-3, 4 << 20)  # M_MMAP_THRESHOLD, bytes: larger blocks go back at once, or heaps end up full of holes
+    _trim_above(32 << 20)
+
+
+def return_kept_memory() -> None:
+    """Give back what `keep_free_memory` has kept, at the end of this thread's heap, too.
+
+    `malloc_trim` leaves the end of all heaps but the main thread's. Freeing a block of 64 KiB or more gives that of its
+    own heap back, as far as it is above the threshold.
+    """
+    return_free_memory()
+    _trim_above(128 << 10)
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(128 << 10))))
+    _trim_above(32 << 20)
 
 
 def return_free_memory() -> None:
@@ -35,3 +47,15 @@ def bound_kernels(products: int = 64) -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(products))
+
+
+def _trim_above(n_bytes: int) -> None:
+    """Have more free memory than that at the end of a heap go back, whenever a large block is freed there."""
+    _change(-1, n_bytes)  # M_TRIM_THRESHOLD
+
+
+def _change(option: int, value: int) -> None:
+    """Set an option of glibc's allocator."""
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None:
+        change(option, value)

@@ -64,3 +64,39 @@ def test_prompts_of_any_length_leave_little_behind():
     assert bound < 100, usual
     if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
         assert usual > 2 * bound  # elsewhere bfloat16 has other kernels, and this says nothing
+
+
+HEAPS = """
+import random, sys, threading, psutil, torch
+from swarm.model import allocator
+torch.set_num_threads(1)
+allocator.keep_free_memory()
+def held():
+    return psutil.Process().memory_info().rss / 2**20
+def work():
+    rng, before = random.Random(2), held()
+    tensors = [torch.ones(rng.randrange(50_000, 900_000)) for _ in range(60)]
+    for _ in range(2000):
+        at = rng.randrange(60)
+        tensors[at] = None
+        tensors[at] = torch.ones(rng.randrange(50_000, 900_000))
+    rng.shuffle(tensors)
+    while tensors:
+        tensors.pop()
+    freed = held()
+    allocator.return_free_memory()
+    trimmed = held()
+    allocator.return_kept_memory()
+    print(freed - before, trimmed - before, held() - before)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_a_thread_gives_the_end_of_its_heap_back():
+    ran = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True, check=True)
+    freed, trimmed, given_back = map(float, ran.stdout.split())
+    assert freed > 80
+    assert given_back < 6, trimmed  # 26 by malloc_trim alone
