@@ -66,25 +66,26 @@ class _Fresh:
 class _Table:
     """A tensor at all positions of a stretch.
 
-    It is always the same; or one of `rows`; or, where it grows along an axis, at offset i its first `length` + i
-    entries.
+    It is always the same; or, where it has a row for each position along axis `row`, one of these; or, where it grows
+    along an axis, at offset i its first `length` + i entries. Views are made when they are needed: thousands of small
+    tensors that stay for long keep pages of the heap.
     """
 
     tensor: Tensor
-    rows: tuple[Tensor, ...] = ()
+    row: int | None = None
     axis: int | None = None
     length: int = 0
 
     def at(self, offset: int) -> Tensor:
         """The tensor at one position of the stretch."""
-        if self.rows:
-            return self.rows[offset]
+        if self.row is not None:
+            return self.tensor.narrow(self.row, offset, 1)
         return self.tensor if self.axis is None else self.tensor.narrow(self.axis, 0, self.length + offset)
 
     def has(self, offset: int) -> bool:
         """Whether there is a tensor for this offset."""
-        if self.rows:
-            return offset < len(self.rows)
+        if self.row is not None:
+            return offset < self.tensor.shape[self.row]
         return self.axis is None or self.length + offset <= self.tensor.shape[self.axis]
 
 
@@ -144,7 +145,10 @@ class DirectPath:
         if stretch is None:
             return None
         offset = position - stretch.first
-        tensors = [table.rows[offset] if table.rows else table.at(offset) for table in stretch.tables]
+        tensors = [
+            table.at(offset) if table.row is None else table.tensor.narrow(table.row, offset, 1)
+            for table in stretch.tables
+        ]
         filled = [_fill(template, tensors, inner) for template in stretch.templates]
         inner.pending = 1
         for index in range(blocks.start, blocks.stop):
@@ -229,7 +233,7 @@ def _candidates(bulk: Any, singles: list[Tensor], positions: int) -> Iterator[_T
     if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
         for axis in range(bulk.dim()):
             if bulk.shape[axis] == positions:
-                yield _Table(bulk, rows=tuple(bulk.split(1, axis)))
+                yield _Table(bulk, row=axis)
 
 
 def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
