@@ -1,4 +1,4 @@
-"""Memory besides that of models and pasts: what the C library has free, and what kernels keep for the next step.
+"""Memory besides that of models and pasts: freed memory in the C library, and code that kernels keep for later steps.
 
 Freed memory is kept while work goes on, and given back now and then.
 
@@ -18,14 +18,16 @@ def keep_free_memory() -> None:
 
 
 def return_kept_memory() -> None:
-    """Give back what `keep_free_memory` has kept, at the end of this thread's heap, too.
+    """Give back the memory that `keep_free_memory` keeps, at the end of this thread's heap, too.
 
     `malloc_trim` leaves the end of all heaps but the main thread's. Freeing a block of 64 KiB or more gives that of its
     own heap back, as far as it is above the threshold.
     """
     return_free_memory()
-    _trim_above(128 << 10)
     library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        return
+    _trim_above(128 << 10)
     library.malloc.restype = ctypes.c_void_p
     library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(128 << 10))))
     _trim_above(32 << 20)
@@ -43,7 +45,7 @@ def bound_kernels(products: int = 64) -> None:
 
     oneDNN compiles code for each shape, and torch keeps that of 1,024 shapes in each of two caches: half a megabyte for
     each, 560 MB for prompts of any length. A product of a new shape takes half a millisecond more. To be called before
-    the first one. Whoever starts the process may say otherwise, by the same variables.
+    the first one. These variables in the process's environment have precedence.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(products))
