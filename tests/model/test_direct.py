@@ -1,5 +1,6 @@
 """Decode steps that go past the parent give the bits that it would, for any schedule of steps."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,25 @@ def test_the_short_way_goes_on_over_the_edges_of_stretches(family_dir: FamilyDir
         for number, tokens in enumerate((3, *[1] * 20)):
             step = hidden_states(1, tokens, number)
             assert torch.equal(span.forward(step, cache=short), span.forward_through_parent(step, cache=long))
+
+
+def test_a_stretch_of_positions_leaves_few_tensors(span_of: Callable[[str], Span]) -> None:
+    """Each small one would keep a page of a server's heap."""
+    span = span_of("llama")
+    cache = span.new_cache()
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    span.forward(hidden_states(1, 3, 0), cache=cache)
+    before = tensors()
+    for batch in (2, 3, 4):  # a stretch for each
+        other = span.new_cache()
+        span.forward(hidden_states(batch, 3, 0), cache=other)
+        assert span.forward_directly(hidden_states(batch, 1, 1), other) is not None
+        del other
+    assert tensors() - before < 60
 
 
 def test_tables_are_bounded(family_dir: FamilyDir) -> None:

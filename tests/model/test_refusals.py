@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from swarm.blocks import Blocks
@@ -73,6 +73,29 @@ def test_blocks_that_share_a_container_are_found(family_dir: FamilyDir, monkeypa
     call = LlamaDecoderLayer.__call__
     monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", lambda self, *a, **k: call(self, *a, store=shared, **k))
+    with pytest.raises(UnsupportedArchitecture, match="leaves data for later blocks"):
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2))
+
+
+@pytest.mark.parametrize("none_shared", [True, False])
+def test_keys_that_a_block_writes_for_later_ones_are_no_harm_where_none_are_shared(
+    family_dir: FamilyDir, monkeypatch: pytest.MonkeyPatch, *, none_shared: bool
+) -> None:
+    """Gemma 4's blocks do so in transformers 5.24."""
+    real, call = LlamaDecoderLayer.forward, LlamaDecoderLayer.__call__
+
+    def forward(self: LlamaDecoderLayer, *args: object, shared_kv_states: object, **kwargs: object) -> torch.Tensor:
+        shared_kv_states[len(shared_kv_states)] = args[0]
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    monkeypatch.setattr(
+        LlamaDecoderLayer, "__call__", lambda self, *a, **k: call(self, *a, **{"shared_kv_states": {}, **k})
+    )
+    if none_shared:
+        monkeypatch.setattr(LlamaConfig, "num_kv_shared_layers", 0, raising=False)
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2))
+        return
     with pytest.raises(UnsupportedArchitecture, match="leaves data for later blocks"):
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2))
 
