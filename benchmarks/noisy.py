@@ -11,14 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LogitsProcessorList,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from swarm.client.hf.draws import Draws
 from swarm.client.speculation.drafts import Guess
@@ -49,13 +42,13 @@ class Copies:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self._seed = seed
 
-    def guesses(self, text: list[int], new: int, right: float, *, is_drawn: bool) -> list[Guess]:
+    def guesses(self, text: list[int], new: int, right: float, drawn_by: LogitsProcessorList | None) -> list[Guess]:
         """Return the guesses of the noisiest copy that is right in so many of a text's last `new` tokens.
 
-        is_drawn: the text was sampled as `speculation.SAMPLED` says, and not taken greedily.
+        drawn_by: as the text was sampled, from this seed; None where it was taken greedily.
         """
         for noise in NOISES:
-            found = self._by(self._copy(noise), text, new, is_drawn=is_drawn)
+            found = self._by(self._copy(noise), text, new, drawn_by)
             hits = sum(guess.token == token for guess, token in zip(found, text, strict=True)) - (len(text) - new)
             if hits >= right * new:
                 return found
@@ -70,12 +63,13 @@ class Copies:
         return copy
 
     @torch.no_grad()
-    def _by(self, model: PreTrainedModel, text: list[int], new: int, *, is_drawn: bool) -> list[Guess]:
+    def _by(
+        self, model: PreTrainedModel, text: list[int], new: int, drawn_by: LogitsProcessorList | None
+    ) -> list[Guess]:
         draws, first = Draws(), len(text) - new
-        if is_drawn:
+        if drawn_by is not None:
             torch.manual_seed(self._seed)
-            warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9)]
-            draws.at(first, LogitsProcessorList(warpers))
+            draws.at(first, drawn_by)
         logits: Tensor = model(torch.tensor([text])).logits[0]
         chosen = [draws.choose(text[:at], logits[at - 1]) for at in range(first, len(text))]
         return [*(Guess(token, 0) for token in text[:first]), *(Guess(token, -1, sure) for token, sure in chosen)]

@@ -36,7 +36,15 @@ from unittest.mock import patch
 import torch
 from common import SEED, Samples, table, write_json
 from noisy import Copies, Played
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from swarm.client import AutoDistributedModel
 from swarm.client.hf import model as client
@@ -77,6 +85,7 @@ def save(path, value):
 EDITED = FILE.replace("json.load(file)", "tomllib.load(file)")
 NEW = 'def walk(top, topdown=True, onerror=None):\n    """Directory tree generator.'
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+WARPERS = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9)]  # the same, with the default k
 GREEDY = {"do_sample": False}
 
 
@@ -214,7 +223,8 @@ def ways_of(tokens: list[int], copies: Copies | None, sampling: str, options: ar
         return [lookup, Way("stock", stock=True)]
     found = [lookup, Way("silent", Drafting(Silent))]
     for right in (*RIGHT, RIGHT_FOR_COST):
-        guesses = copies.guesses(tokens, options.tokens, right, is_drawn=sampling == "seeded")
+        warpers = LogitsProcessorList(WARPERS) if sampling == "seeded" else None
+        guesses = copies.guesses(tokens, options.tokens, right, warpers)
         make = partial(Played, guesses, DRAFT_S)
         for window in WINDOWS if right in RIGHT else ():
             one = AheadLimits(
