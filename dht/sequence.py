@@ -62,7 +62,7 @@ class SequenceInFile:
 
 def _read(path: Path) -> int:
     try:
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):  # ValueError: not text
         return 0
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else 0  # 15 digits: below 2**53

@@ -80,7 +80,7 @@ def device_name(device: torch.device, facts: Path = Path("/proc/cpuinfo")) -> st
 def _processor(facts: Path) -> str | None:
     """Return the processor's name, as Linux tells it."""
     try:
-        found = re.search(r"^model name\s*:\s*(\S.*)$", facts.read_text(), re.MULTILINE)
+        found = re.search(r"^model name\s*:\s*(\S.*)$", facts.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
         return None
     return None if found is None else re.sub(r"\((?:R|TM)\)|@.*|\bCPU\b", "", found[1])

@@ -83,7 +83,7 @@ def test_a_benchmark_prints_a_table_and_writes_its_raw_samples(name, measured, t
     name, *parts = name.split()
     line = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *parts, "--quick", "--json", str(path)]
     run = subprocess.run(line, capture_output=True, text=True, timeout=800, check=False)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(path.read_text())["benchmark"] == name
     assert len(run.stdout.splitlines()) > 3
     result = json.loads(path.read_text())
@@ -104,7 +104,7 @@ def test_a_lone_decode_step_takes_few_calls(tmp_path):
         str(tmp_path / "result"),
     ]
     run = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.long
@@ -112,5 +112,5 @@ def test_a_version_is_compared_with_itself(tmp_path):
     path = tmp_path / "result"
     line = [sys.executable, str(ROOT / "benchmarks/hop_turns.py"), str(ROOT), "--tokens", "40", "--json", str(path)]
     run = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     assert set(json.loads(path.read_text())["shares"]) == {"1 hop", "2 hops", "3 hops"}

@@ -78,7 +78,7 @@ class Auditor:
         router: Router,
         sessions: Sessions,
         limits: AuditLimits = AuditLimits(),
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random,  # noqa: S311 - no server sees what is drawn
         draws: random.Random | None = None,
         ledger: Ledger | None = None,
         evidence: Callable[[Evidence], object] | None = None,

@@ -87,7 +87,7 @@ class Work:
     def collected(self) -> int:
         """How many windows' states are there."""
         try:
-            count = int((self.folder / "collected").read_text())
+            count = int((self.folder / "collected").read_text(encoding="utf-8"))
             held = (self.folder / "states").stat().st_size * self.plan.windows // self.plan.state_bytes
         except (OSError, ValueError):
             return 0

@@ -33,7 +33,7 @@ def bytes_left(places: Places = Places()) -> int | None:
 def _groups(places: Places) -> Iterator[tuple[Path, _Names]]:
     """Yield the groups that the process is in, and those around them, by the version that limits memory."""
     try:
-        lines = places.groups.read_text().splitlines()
+        lines = places.groups.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return
     for line in lines:
@@ -63,14 +63,14 @@ def _left(group: Path, names: _Names) -> int | None:
 def _number(path: Path) -> int | None:
     """Read a file of one number; None where it says "max", or is not there."""
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def _cache(stat: Path, name: str) -> int:
     try:
-        lines = stat.read_text().splitlines()
+        lines = stat.read_text(encoding="utf-8").splitlines()
         return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
     except (OSError, ValueError, IndexError):
         return 0

@@ -92,7 +92,7 @@ def delay_proxies(
 
 def late_ms(report: Path) -> tuple[float, float]:
     """Return how late proxies were beyond their delay: median and 95th percentile."""
-    samples = sorted(json.loads(report.read_text()))
+    samples = sorted(json.loads(report.read_text(encoding="utf-8")))
     return statistics.median(samples), samples[int(0.95 * len(samples))]
 
 

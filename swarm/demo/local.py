@@ -100,7 +100,7 @@ class LocalProcess:
         """Whether it has said that it is ready; `ready` is its ready file. Raises SwarmError if it ended before."""
         if not self.ready:
             if self._ready_file.exists():
-                self.ready = json.loads(self._ready_file.read_text())
+                self.ready = json.loads(self._ready_file.read_text(encoding="utf-8"))
             elif self.process.poll() is not None:
                 raise SwarmError(f"{self.name} ended with code {self.process.returncode}: {self.last_lines()}")
         return bool(self.ready)

@@ -64,7 +64,7 @@ def from_macos(printed: str) -> str | None:
 async def _from_system(system: str = sys.platform) -> str | None:
     try:
         if system == "linux":
-            return from_linux(Path("/proc/net/route").read_text())  # noqa: ASYNC240 - the kernel has it in memory
+            return from_linux(Path("/proc/net/route").read_text(encoding="utf-8"))  # noqa: ASYNC240 - the kernel has it in memory
         if system == "darwin":
             return from_macos(await _macos_route())
     except OSError:
