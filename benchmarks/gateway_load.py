@@ -1,6 +1,6 @@
 """The gateway under everyday load: next turns, many requests at once, and guesses. For hours of it, see soak.py.
 
-python benchmarks/gateway_load.py turns [--prompt 700] [--rounds 8]
+python benchmarks/gateway_load.py turns [--prompt 700] [--rounds 8] [--model FOLDER]
 python benchmarks/gateway_load.py crowd [--streams 120] [--rate 50] [--seconds 30]
 python benchmarks/gateway_load.py guesses [--streams 8] [--rounds 8]
 python benchmarks/gateway_load.py audits [--streams 8] [--rounds 8]
@@ -9,8 +9,8 @@ turns: the time to the first token of a conversation's second turn, and of the s
 streams beside short requests at a rate; each ends well, or with 429 and Retry-After. guesses: tokens a second of all
 streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves. audits: the
 same with a gateway that audits one session of fifty, and one that audits none; a turn has eight requests a stream, and
-a second server holds each span, or there were nothing to audit with. All over the demo's checkpoint in float32, servers
-of one thread each.
+a second server holds each span, or there were nothing to audit with. All in float32 over three servers of one thread
+each, with the demo's checkpoint or another one (`--model`).
 """
 
 import argparse
@@ -18,8 +18,9 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,13 @@ import httpx
 from common import SEED, Samples, table, write_json
 from gateway import events_of
 from soak import gauge
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalProcess, LocalSwarm
 from swarm.identity import Identity
 from tests.support import warm
 
-SPANS = ("0:4", "4:8", "8:12")
 TURN_SHARE_MAX = 0.1  # of a new session's time to the first token
 GUESSES_SHARE_MIN = AUDITS_SHARE_MIN = 0.98  # of the rate without, where many streams run
 CODE = Path(__file__).read_text()
@@ -45,6 +45,7 @@ CODE = Path(__file__).read_text()
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("what", choices=("turns", "crowd", "guesses", "audits"), nargs="?", default="turns")
+    arguments.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint's folder")
     arguments.add_argument("--prompt", type=int, default=700, help="tokens of a first turn")
     arguments.add_argument("--rounds", type=int, default=8, help="conversations")
     arguments.add_argument("--streams", type=int, help="long streams at once; 120 or 8")
@@ -59,7 +60,7 @@ def main() -> None:
     if options.quick:
         options.prompt, options.rounds, options.streams, options.rate = 100, 2, 3, 5.0
         options.seconds = 4.0
-    with serving(SPANS * (1 + (options.what == "audits"))) as (swarm, gateway):
+    with serving(options.model, 1 + (options.what == "audits")) as (swarm, gateway):
         measure = {"turns": turns, "crowd": crowd, "guesses": guesses, "audits": audits}[options.what]
         broken = asyncio.run(measure(options, swarm, gateway))
     for promise in broken:
@@ -69,12 +70,14 @@ def main() -> None:
 
 
 @contextmanager
-def serving(spans: Sequence[str]) -> Iterator[tuple[LocalSwarm, LocalProcess]]:
-    """Run a swarm, and a gateway that its servers know."""
-    me = Identity.generate()
+def serving(model: Path, copies: int) -> Iterator[tuple[LocalSwarm, LocalProcess]]:
+    """Run a swarm in which so many servers hold each third of a model, and a gateway that its servers know."""
+    me, n_blocks = Identity.generate(), AutoConfig.from_pretrained(model).num_hidden_layers
+    cuts = [n_blocks * part // 3 for part in range(4)]
+    spans = [f"{start}:{stop}" for start, stop in pairwise(cuts)] * copies
     allowed = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
     served: dict[str, Any] = {"options": allowed, "identities": {"gateway": me}, "launch": warm.launch}
-    with LocalSwarm(CHECKPOINT, spans, **served) as swarm:
+    with LocalSwarm(model, spans, **served) as swarm:
         options = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
         yield swarm, swarm.start_gateway(*options).wait_ready()
 
@@ -98,7 +101,7 @@ async def turns(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProces
     """Measure second turns, in turn with the same prompts in new sessions."""
     name = gateway.ready["models"][0]
     kept, new = Samples("second turn"), Samples("new session")
-    code = AutoTokenizer.from_pretrained(CHECKPOINT)(CODE)["input_ids"]
+    code = AutoTokenizer.from_pretrained(options.model)(CODE)["input_ids"]
 
     def conversation(start: int) -> list[int]:
         """Return a conversation's tokens: code, so that each token has text."""

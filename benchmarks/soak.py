@@ -55,7 +55,7 @@ from tests.support import warm
 SPANS = ("0:4", "4:8", "8:12")
 POSITIONS, LONG_PROMPT, LONG_SHARE = 32768, 20000, 0.005
 CUT_SHARE = 0.3
-GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations, once there are as many as tell anything
+GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations; between rests, for growth to tell anything
 DESCRIPTORS_MAX = 8  # more than before: connections come and go
 CACHE = "512MiB"  # of each server: soon as full of kept prompts as it gets
 KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
@@ -361,6 +361,11 @@ def growth_mib(samples: Sequence[Sample]) -> tuple[float, float]:
     return float(fit[1]), 2 * float(variance) ** 0.5
 
 
+def tells(rests: Sequence[Sample]) -> bool:
+    """Whether enough was generated between rests for growth to tell anything."""
+    return rests[-1].generations - rests[0].generations >= GENERATIONS_MIN
+
+
 def opened(samples: Sequence[Sample]) -> float:
     """Return how many descriptors more a process has in the later half of samples, in the median."""
     half = len(samples) // 2
@@ -391,9 +396,9 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
         mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], rests[0], rests[-1])]
         slope = f"{grown:+.2f} ± {error:.2f}"
         rows.append([name, *mib, slope, str(later[0].descriptors), f"{more:+.0f}"])
-        if grown - error > GROWTH_MIB_MAX and rests[-1].generations - rests[0].generations >= GENERATIONS_MIN:
+        if grown - error > GROWTH_MIB_MAX and tells(rests):
             broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
-        if more > DESCRIPTORS_MAX:
+        if more > DESCRIPTORS_MAX and tells(rests):
             broken.append(f"{name} has {more:.0f} descriptors more")
     columns = ["process", "MiB at first", "third rest", "last rest", "per 1,000", "descriptors", "more"]
     table(f"{soak.generations} generations in {options.seconds:.0f} s, {soak.kills} kills", columns, rows)
@@ -407,7 +412,8 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
     rests = soak.rested["gateway"][WARM_RESTS:]
     grown_mb = (rests[-1].own - rests[0].own) / 2**20
     failed = [end for end in soak.ends if not end.startswith(("whole", "cut", "429"))]
-    broken += [f"the gateway's memory grew by {grown_mb:.1f} MB"] * (grown_mb > KEPT_MB_MAX * max(soak.kept, 1))
+    grows = tells(rests) and grown_mb > KEPT_MB_MAX * max(soak.kept, 1)
+    broken += [f"the gateway's memory grew by {grown_mb:.1f} MB"] * grows
     broken += [f"{left} sessions are left"] * (left > 0) + [f"{wrong} texts are wrong"] * (wrong > 0)
     broken += [f"answers failed: {failed}"] * bool(failed) + ["errors were logged"] * bool(errors)
     broken += ["the client failed"] * (soak.running.client.exitcode != 0)
