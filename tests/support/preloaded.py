@@ -14,3 +14,5 @@ for _name in (
     "swarm.client.cli",
 ):
     import_module(_name)
+# They compile hundreds of regular expressions for the first model that they load.
+import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
