@@ -110,7 +110,7 @@ class HostedSession:
         if isinstance(message, Rebuild):
             self.length = message.start + tokens
             self.receiver.accept(message)
-            return Forward(self.tenure, activations, Place(message.start))
+            return Forward(self.tenure, activations, Place(message.start), replays=True)
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
         if message.skips:

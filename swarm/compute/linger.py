@@ -6,7 +6,7 @@ groups that take turns, each of which reads all weights for itself. Prefill ling
 later would wait for the whole iteration.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 from swarm.compute.limits import LingerLimits
@@ -14,8 +14,9 @@ from swarm.compute.limits import LingerLimits
 
 @dataclass(eq=False, slots=True)
 class Presence:
-    """A session as seen by lingering: how long it is away between its steps, and which batch it was in last."""
+    """A peer's session as seen by lingering: how long it is away between its steps, and which batch it was in last."""
 
+    owner: str = ""
     away_s: float | None = None
     batch: int = 0
 
@@ -52,10 +53,13 @@ class Linger:
             expected_s = away_s
         session.away_s = expected_s + self._limits.smoothing * (away_s - expected_s)
 
-    def until(self, ready: Collection[Presence], since: float, now: float) -> float:
+    def until(
+        self, ready: Collection[Presence], since: float, now: float, replaying: Container[str] = frozenset()
+    ) -> float:
         """Return until when to wait before the next iteration; `now` where no session is worth it.
 
         ready: the sessions that wait for a decode step; none means that prefill alone waits. since: when it began to.
+        replaying: peers whose lost pasts wait, which stand still until these are back: not for the peer's other steps.
         """
         if not self._since:
             return now
@@ -69,6 +73,8 @@ class Linger:
         batches = {session.batch for session in ready}
         until = now
         for session, left_at in self._since.items():
+            if not ready and session.owner in replaying:
+                continue
             away_s = limit_s if session.away_s is None else session.away_s
             soon, latest = left_at + 1.5 * away_s, min(left_at + late * away_s, since + limit_s)
             if soon <= since + limit_s and now < latest:

@@ -22,14 +22,13 @@ class Queue(Presence):
     head came. stepped_at: when the session's last decode step ran.
     """
 
-    __slots__ = ("_tenure", "head", "owner", "since", "single", "stepped_at", "tasks", "tenant")
+    __slots__ = ("_tenure", "head", "since", "single", "stepped_at", "tasks", "tenant")
 
     head: Task  # while one waits
 
     def __init__(self, tenure: Tenure | None, owner: str) -> None:
         """owner: the peer whose session it is."""
-        super().__init__()
-        self.owner = owner
+        super().__init__(owner)
         self.tenant = None if tenure is None else tenure.tenant
         self._tenure = None if tenure is None else weakref.ref(tenure)  # a queue keeps no cache in memory
         self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
@@ -81,6 +80,7 @@ class Queues:
         self._limits = limits
         self._of: weakref.WeakKeyDictionary[Tenure, Queue] = weakref.WeakKeyDictionary()
         self.single: dict[Queue, None] = {}  # those whose head is single
+        self.replaying: Counter[str] = Counter()  # by peer, those whose head is a past that was lost; no zeros
         self._long: dict[str, Tenants] = {}  # the others, by peer
         self._served: dict[tuple[str, bool], float] = {}  # peers' single steps, or prefill: their last iteration
         self._n_iterations = 0
@@ -161,6 +161,8 @@ class Queues:
             self.single[queue] = None
         else:
             self._long.setdefault(task.owner, Tenants()).add(queue)
+            if task.replays:
+                self.replaying[task.owner] += 1
 
     def _pop(self, queue: Queue) -> None:
         """Remove a queue's head."""
@@ -170,6 +172,8 @@ class Queues:
         else:
             of_peer = self._long[task.owner]
             of_peer.remove(queue)
+            if task.replays:
+                self.replaying -= Counter((task.owner,))
             if not of_peer.n_queues:
                 del self._long[task.owner]
         if queue.tasks:

@@ -89,7 +89,7 @@ class Scheduler:
             return Idle(inf)
         if self._since is None:
             self._since = now
-        if linger and (until := self._linger.until(queues.single, self._since, now)) > now:
+        if linger and (until := self._linger.until(queues.single, self._since, now, queues.replaying)) > now:
             return Idle(until)
         self._since = None
         lone = queues.lone
@@ -156,7 +156,7 @@ class Scheduler:
         beside = sum(
             each.rows * each.tokens for each in steps if first.packs and each.packs and each.group == first.group
         )
-        decoding = Counter(each.owner for each in steps) or self._queues.expected(now - self._limits.linger.absent_s)
+        decoding = self._decoding(steps, now)
         costs, stretch = self._costs[heads[0].head.cost], self._stretch(decoding)
         granted = costs.prefill_tokens(beside, decoding=bool(decoding), stretch=stretch)
         if not decoding:
@@ -164,6 +164,19 @@ class Scheduler:
         paid = min(self._debt, granted)
         self._debt -= paid
         return Budget(granted, granted - paid, bool(decoding))
+
+    def _decoding(self, steps: Sequence[Ready], now: float) -> Counter[str]:
+        """Count by peer the sessions that prefill would delay: those of these steps, else those expected back soon.
+
+        A peer whose lost pasts wait has none: most of its texts stand still until these are back.
+        """
+        queues = self._queues
+        if queues.replaying:
+            steps = [step for step in steps if step.owner not in queues.replaying]
+        decoding = Counter(step.owner for step in steps) or queues.expected(now - self._limits.linger.absent_s)
+        for owner in queues.replaying:
+            del decoding[owner]
+        return decoding
 
     def _stretch(self, decoding: Counter[str]) -> float:
         """Return the share of an iteration that prefill may add, by the prompts of the peers that decode.

@@ -91,8 +91,8 @@ class Task(Protocol):
     tenure: whose tasks run in order; None where it belongs to no session. owner: the peer whose turn it takes. cost:
     tasks with the same take as long as each other; None where its cost tells nothing about others. rows: of its batch.
     tokens: positions of each row. done: how many of them are computed. has_past: whether the session has positions
-    before these. is_skipped: a later task of its session makes it pointless; it keeps its place all the same. is_chore:
-    it uses no device, so its success says nothing of one.
+    before these. replays: it brings a past back that was lost. is_skipped: a later task of its session makes it
+    pointless; it keeps its place all the same. is_chore: it uses no device, so its success says nothing of one.
     """
 
     owner: str
@@ -100,6 +100,7 @@ class Task(Protocol):
     tokens: int
     done: int
     has_past: bool
+    replays: bool
     is_skipped: bool
     is_chore: bool
 
@@ -179,6 +180,7 @@ class Forward:
         "has_past",
         "is_skipped",
         "owner",
+        "replays",
         "rows",
         "tenure",
         "tokens",
@@ -186,14 +188,15 @@ class Forward:
 
     is_chore = False
 
-    def __init__(self, tenure: Tenure, activations: Activations, place: Place) -> None:
-        """tenure: the past that they continue."""
+    def __init__(self, tenure: Tenure, activations: Activations, place: Place, *, replays: bool = False) -> None:
+        """tenure: the past that they continue. replays: they are of a past that was lost."""
         self.tenure = tenure
         self.owner = tenure.owner
         self.activations = activations
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
         self.has_past = place.keep > 0
+        self.replays = replays
         self.is_skipped = False
         self.finite = True  # whether all of the output's numbers are known to be finite
         self.cutting: Cutting | None = None  # blocks of the past to cut, once this is computed
@@ -294,7 +297,7 @@ class Void:
     cost: Hashable | None = None
     rows = tokens = 1
     done = 0
-    has_past = is_chore = False
+    has_past = replays = is_chore = False
     is_skipped = True
 
     def __init__(self, tenure: Tenure) -> None:
@@ -330,7 +333,7 @@ class Probe:
     owner = ""
     cost: Hashable | None = None
     rows = tokens = 1
-    has_past = is_skipped = False
+    has_past = replays = is_skipped = False
 
     def __init__(self, work: Callable[[], Any], *, is_chore: bool = False) -> None:
         """work: is called once. is_chore: it uses no device."""

@@ -34,6 +34,7 @@ class Fake:
     tenure: Tenure | None = field(default_factory=Tenure)
     done: int = 0
     has_past: bool = False
+    replays: bool = False
     is_skipped: bool = False
 
     def ready(self, *, decodes: bool) -> Ready:
@@ -99,7 +100,7 @@ class Doubling:
 class _Arrival:
     """A job of the world as the scheduler sees it."""
 
-    has_past = is_skipped = False
+    has_past = replays = is_skipped = False
 
     def __init__(self, job: Job, tenure: Tenure | None) -> None:
         session = job.session

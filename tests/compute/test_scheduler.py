@@ -108,33 +108,59 @@ def test_a_skipped_task_is_over_in_its_turn_and_costs_no_iteration():
     assert finish(scheduler, batch) == [skipped, last]
 
 
-def burst(decoding: str, prompts: str, n: int) -> list[float]:
-    """The stretches that are asked for while a session of each peer decodes beside one peer's waiting prompts."""
-    asked: list[float] = []
+def asked_for(decoding: str, prompts: str, n: int, *, replays: bool = False) -> list[tuple[bool, float]]:
+    """Whether a session counts as decoding, and the stretch, while one of each peer steps beside prompts, or pasts."""
+    asked: list[tuple[bool, float]] = []
 
     class Noting(Fixed):
         def prefill_tokens(self, beside: int, *, decoding: bool, stretch: float = 0.0) -> int:
-            asked.append(stretch)
+            asked.append((decoding, stretch))
             return super().prefill_tokens(beside, decoding=decoding, stretch=stretch)
 
     scheduler = Scheduler(LIMITS, lambda _: Noting(16))
     for owner in decoding:
         scheduler.add(Fake(owner), 0.0)
     for _ in range(n):
-        scheduler.add(Fake(prompts, 64), 0.0)
+        scheduler.add(Fake(prompts, 64, replays=replays), 0.0)
     iteration(scheduler)
     return asked
 
 
 def test_a_peers_waiting_prompts_may_delay_its_own_steps():
-    assert burst("a", "a", 9) == [8.0]
-    assert burst("aa", "a", 9) == [4.0]  # of two sessions' steps
-    assert burst("a", "a", 1) == [0.0]  # a prompt alone has the share that it always had
+    assert asked_for("a", "a", 9) == [(True, 8.0)]
+    assert asked_for("aa", "a", 9) == [(True, 4.0)]  # of two sessions' steps
+    assert asked_for("a", "a", 1) == [(True, 0.0)]  # a prompt alone has the share that it always had
 
 
 def test_prompts_of_one_peer_do_not_delay_anothers_steps():
-    assert burst("a", "b", 9) == [0.0]
-    assert burst("ab", "a", 9) == burst("ba", "a", 9) == [0.0]
+    assert asked_for("a", "b", 9) == [(True, 0.0)]
+    assert asked_for("ab", "a", 9) == asked_for("ba", "a", 9) == [(True, 0.0)]
+
+
+def test_a_peers_lost_pasts_come_before_its_own_steps():
+    assert asked_for("aa", "a", 1, replays=True) == [(False, 0.0)]
+    assert asked_for("ab", "a", 9, replays=True) == asked_for("b", "a", 9, replays=True) == [(True, 0.0)]
+
+
+def test_a_past_that_is_back_delays_no_step():
+    scheduler, past = granting(64), Fake("a", 64, replays=True)
+    scheduler.add(past, 0.0)
+    assert iteration(scheduler) == [(past, 64)]
+    assert not scheduler._queues.replaying
+    scheduler.add(Fake("a", 64, replays=True, tenure=(gone := Tenure())), 0.0)
+    gone.over = True
+    iteration(scheduler)
+    assert not scheduler._queues.replaying
+
+
+def test_a_lost_past_does_not_wait_for_its_peers_steps():
+    for owner, waits in (("a", False), ("b", True)):
+        scheduler, decoding = Scheduler(), Tenure()
+        for turn in range(5):  # each step comes 5 ms after the one before
+            scheduler.add(Fake("a", tenure=decoding), turn + 0.005)
+            iteration(scheduler, now=turn + 1.0, took_s=0.02)
+        scheduler.add(Fake(owner, 64, replays=True), 5.001)
+        assert isinstance(scheduler.form(5.001), Idle) == waits
 
 
 def test_sessions_expected_back_are_waited_for_a_moment():
