@@ -41,7 +41,7 @@ class Head:
 
     tenure: Tenure | None = None
     rows = tokens = 1
-    has_past = is_skipped = is_chore = False
+    has_past = replays = is_skipped = is_chore = False
 
     def __init__(self, ends: TokenEnds, sampler: Sampler, hidden: Tensor, position: int, owner: str) -> None:
         """hidden: the last block's output, [1, 1, hidden_size]. position: of the token that is sampled."""
