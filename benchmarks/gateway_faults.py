@@ -13,11 +13,9 @@ decide.
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -27,14 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import httpx
-import psutil
 import torch
+from beside import beside
 from common import SEED, Samples, table, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalProcess, LocalSwarm
-from swarm.errors import SwarmError
 from swarm.gateway.generation import Sampling
 from swarm.gateway.sampler import Sampler
 from swarm.identity import Identity
@@ -45,7 +42,6 @@ GAP_S_MAX = 3.0
 NEAR = 1e-3  # natural logarithms of probabilities that are no farther apart may come out in either order
 NEAR_DRAW = 1e-4  # a random number that is no farther from another token's share may give that one
 TEMPERATURE = 0.8
-LOW = 19  # the nice value of what is not to disturb
 
 
 @dataclass(slots=True)
@@ -173,7 +169,7 @@ async def with_kills(
     """Stream all answers while servers are killed. Returns how many were."""
     streaming = asyncio.create_task(stream_all(url, bodies))
     alive: list[tuple[str, LocalProcess]] = list(zip(SPANS * 2, swarm.servers, strict=True))
-    killed, starting = 0, set[asyncio.Task[None]]()
+    killed = 0
     while not streaming.done():
         await asyncio.wait({streaming}, timeout=every_s)
         span, victim = alive.pop(0)
@@ -183,31 +179,8 @@ async def with_kills(
             continue
         victim.kill()
         killed += 1
-        alive.append((span, swarm.start_server(span)))
-        starting.add(asyncio.create_task(start_beside(alive[-1][1])))
-    for task in starting:
-        task.cancel()
+        alive.append((span, beside(swarm.start_server(span))))
     return killed, await streaming
-
-
-async def start_beside(server: LocalProcess) -> None:
-    """Let a server start at a low priority, p2pd too. Then it has that of the others, where this process may say so."""
-    with suppress(PermissionError, SwarmError):
-        while not server.is_ready():
-            prioritise(server, LOW)
-            await asyncio.sleep(0.02)
-        prioritise(server, 0)
-
-
-def prioritise(server: LocalProcess, nice: int) -> None:
-    """Give all threads of a server and of its children a nice value. On Linux a child's session competes as a whole."""
-    with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-        process = psutil.Process(server.process.pid)
-        for each in (process, *process.children()):
-            for thread in each.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, nice)
-            if each is not process:
-                Path(f"/proc/{each.pid}/autogroup").write_text(str(nice))
 
 
 def report(
