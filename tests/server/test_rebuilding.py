@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swarm.activations import Activations
+from swarm.compute.task import Task
 from swarm.protocol.messages import AnyMessage, Close, Reroute, Rerouted
 from swarm.server.limits import MemoryLimits
 from swarm.server.server import ServerLimits
@@ -43,6 +44,18 @@ async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Si
     channel.send(early, token)
     expected = span_output(loaded, FIRST, torch.cat([past, activations(1, 1)], dim=1))[:, -1:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
+
+
+async def test_the_scheduler_tells_a_lost_past_from_a_prompt(first: Site, owner: Peer, monkeypatch):
+    submit, tasks = first.server.executor.submit, list[Task]()
+    monkeypatch.setattr(first.server.executor, "submit", lambda task, done: (tasks.append(task), submit(task, done)))
+    request = await opened(owner, first, after_step=0, rebuild=True)
+    past = activations(1, 6)
+    assert await owner.ask(first, rebuild(request, 0, 6, past), Activations(past)) == rebuilt(request, 6)
+    message, token = step(request, 1, activations(1, 1), keep=6)
+    (await owner.to(first)).send(message, token)
+    await owner.output()
+    assert [task.replays for task in tasks if task.tenure is not None] == [True, False]
 
 
 @pytest.mark.parametrize(("start", "total", "rows"), [(1, 6, 1), (0, 2, 1), (0, 10_000, 1)], ids=str)
