@@ -142,6 +142,18 @@ def test_a_peers_lost_pasts_come_before_its_own_steps():
     assert asked_for("ab", "a", 9, replays=True) == asked_for("b", "a", 9, replays=True) == [(True, 0.0)]
 
 
+@pytest.mark.parametrize(("away", "steps"), [("a", ""), ("b", "a")])
+def test_sessions_that_are_expected_back_limit_pasts_of_other_peers_alone(away: str, steps: str):
+    scheduler = granting(64)
+    tenure = Tenure()  # kept: a session that is gone is not expected
+    scheduler.add(Fake(away, tenure=tenure), 0.0)
+    iteration(scheduler)
+    for owner in steps:
+        scheduler.add(Fake(owner), 0.1)
+    scheduler.add(Fake("a", 64, replays=True), 0.1)
+    assert scheduler.form(0.1, linger=False).budget.decoding == (away == "b")
+
+
 def test_a_past_that_is_back_delays_no_step():
     scheduler, past = granting(64), Fake("a", 64, replays=True)
     scheduler.add(past, 0.0)
