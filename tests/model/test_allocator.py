@@ -99,4 +99,4 @@ def test_a_thread_gives_the_end_of_its_heap_back():
     ran = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True, check=True)
     freed, trimmed, given_back = map(float, ran.stdout.split())
     assert freed > 80
-    assert given_back < 6, trimmed  # 26 by malloc_trim alone
+    assert given_back < trimmed / 2  # mostly 2 of 26; what a heap holds depends on where it lies
