@@ -51,7 +51,7 @@ class WhereaboutsLimits:
     question_s: float = limit(2.0, "s", "for a question to come, and again for its answer to be taken")
     per_s: float = limit(20.0, "1/s", "questions of one peer; more end their streams")
     burst: float = limit(200.0, "questions", "of one peer at once")
-    connected_s: float = limit(1.0, "s", "p2pd is asked whom it is connected to, at most so often")
+    connected_s: float = limit(10.0, "s", "p2pd is asked whom it is connected to, at most so often, or at a new node")
     fresh_s: float = limit(60.0, "s", "a connected peer's addresses are told before p2pd is asked for them again")
     known_s: float = limit(900.0, "s", "a peer's addresses are told after its connection has ended")
     known_max: int = limit(1024, "peers", "whose addresses are remembered; the oldest go first")

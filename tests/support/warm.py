@@ -112,7 +112,7 @@ def own_variables() -> dict[str, str]:
 def _run(
     module: str, arguments: tuple[str, ...], env: dict[str, str], log: str, namespace: str, given: str = os.devnull
 ) -> None:
-    os.setpgrp()
+    os.setsid()  # as a terminal or systemd starts commands: Linux shares processor time among sessions
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began the run in the background
     with open(log, "ab", buffering=0) as file, open(given, "rb", buffering=0) as start:
         os.dup2(start.fileno(), 0)
