@@ -255,9 +255,8 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
         descriptors_max=limits.descriptors_max,
         data_bytes_max=limits.data_bytes_max,
     )
-    # Go's collector runs when the heap, of 8 MB, has tripled; from the limit on it works harder.
-    collector = {"GOGC": "200", "GOMEMLIMIT": "192MiB"}
-    environment = {"GOLOG_LOG_LEVEL": "error", **collector, "HOME": str(folder)} | {
+    go_memory = "192MiB"  # from here on Go's collector works harder
+    environment = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": go_memory, "HOME": str(folder)} | {
         name: value for name in ("PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None
     }
     process = await asyncio.create_subprocess_exec(
