@@ -22,6 +22,7 @@ from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.client.auditing.bounds import bounds_of, distance
 from swarm.client.auditing.collect import CollectLimits, Way, collected
+from swarm.client.auditing.edges import Edge
 from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Outputs, Replay, Verdict, inquest, processes_of
 from swarm.client.auditing.ledger import Audits, Ledger
@@ -60,14 +61,14 @@ class AuditLimits:
 class Case:
     """A session that has ended. first: a process whose place others take first, where not all can be replaced.
 
-    doubts: processes of which one signed what is not so, each.
+    edges: what its hops signed.
     """
 
     testimony: Testimony
     blocks: Blocks
     plan: SessionPlan
     first: str | None = None
-    doubts: tuple[frozenset[str], ...] = ()
+    edges: tuple[Edge, ...] = ()
 
 
 class Auditor:

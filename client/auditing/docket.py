@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
+from swarm.client.auditing.edges import Edge, processes_at
 from swarm.client.auditing.inquest import Verdict
 from swarm.client.auditing.ledger import Ledger
 from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
@@ -46,21 +47,31 @@ class Docket:
     """The audits of one auditor. ledger: which every audit's verdict is noted in before it is taken here."""
 
     def __init__(self, limits: DocketLimits, draws: random.Random) -> None:
-        self.ledger = Ledger()
+        self.ledger, self._signed = Ledger(), Ledger()  # signed: what receipts have shown, by ends of edges
         self._limits, self._draws = limits, draws
         self._observations: tuple[Observation, ...] = ()
 
     @property
     def doubted(self) -> frozenset[str]:
         """The ids of peers that are in doubt: one or another of them was wrong, and none has agreed with them since."""
-        return peers_of(self.ledger.doubted)
+        return peers_of(self._doubted)
 
     def draw(self, processes: Sequence[str]) -> str | None:
         """Draw the process that is audited next."""
-        doubted = [each for each in processes if each in self.ledger.doubted]
+        doubted = [each for each in processes if each in self._doubted]
         if doubted and self._draws.random() < self._limits.doubted_share:
             processes = doubted
         return self._draws.choice(processes) if processes else None
+
+    def compare(self, edges: Sequence[Edge]) -> frozenset[str]:
+        """Remember what hops signed. Returns the peers that all receipts together show as signing what is not so."""
+        found = frozenset[str]()
+        self._signed.note(Verdict(cleared=frozenset().union(*(each.ends for each in edges if each.agrees))))
+        for edge in edges:
+            if not edge.agrees:
+                _log.warning("hops signed different digests of one edge", peers=sorted(peers_of(edge.ends)))
+                found |= self._signed.note(Verdict(doubted=edge.ends))
+        return peers_of(found)
 
     def take(self, drawn: str, verdict: Verdict) -> Findings:
         """Remember an audit. Returns its findings, with a server that all of them together show as wrong at times.
@@ -82,8 +93,14 @@ class Docket:
             processes = {process for process in self.ledger.doubted if process.partition("/")[0] == found}
             self.ledger.note(Verdict(wrong=frozenset(processes)))  # so that it explains the doubts
         self._observations = tuple(each for each in self._observations if not each.company & wrong)
+        ends = frozenset(end for end in self._signed.doubted if peers_of({end}) <= wrong)
+        self._signed.note(Verdict(wrong=ends))
         left = frozenset() if found in company else findings.doubted
         return replace(findings, wrong=wrong, doubted=left, agreed=findings.agreed - wrong)
+
+    @property
+    def _doubted(self) -> frozenset[str]:
+        return self.ledger.doubted | processes_at(self._signed.doubted)
 
 
 def peers_of(processes: Collection[str]) -> frozenset[str]:

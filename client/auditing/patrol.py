@@ -18,9 +18,9 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
 from swarm.client.auditing.docket import Docket, DocketLimits, Findings, peers_of
-from swarm.client.auditing.edges import in_doubt, statements_of
+from swarm.client.auditing.edges import edges_of, statements_of
 from swarm.client.auditing.evidence import Evidence
-from swarm.client.auditing.inquest import Ask, Verdict
+from swarm.client.auditing.inquest import Ask
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop, process_of
 from swarm.client.planning.router import Router, Wanted
@@ -101,7 +101,7 @@ class Patrol:
             return Findings(drawn.announcement.peer_id, why=str(error) or "its session takes too long")
         if case is None:
             return Findings(drawn.announcement.peer_id, why="hops changed before they answered")
-        false = self._signed_falsely(case)
+        false = self._docket.compare(case.edges)
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
@@ -110,14 +110,6 @@ class Patrol:
         await auditor.collect(case, frozenset(each for each in verdict.suspected if peers_of({each}) & unsteady_ones))
         gone = findings.wrong | false
         return replace(findings, wrong=gone, agreed=findings.agreed - gone, doubted=findings.doubted - gone)
-
-    def _signed_falsely(self, case: Case) -> frozenset[str]:
-        """Take in doubts about receipts. Returns the peers that all of them together show as signing what is not so."""
-        found = frozenset[str]()
-        for doubt in case.doubts:
-            _log.warning("hops signed different digests of one edge", peers=sorted(peers_of(doubt)))
-            found |= self._docket.ledger.note(Verdict(doubted=doubt))
-        return peers_of(found)
 
     async def _case(self, auditor: Auditor, member: Member, drawn: SignedAnnouncement) -> Case | None:
         """Have a session through a server. None where it told no outputs. Raises SwarmError."""
@@ -154,8 +146,8 @@ class Patrol:
         if testimony.has_moved or not answers:
             return Case(testimony, blocks, plan, first=target.process)
         statements = statements_of(testimony.route, answers, session.id, plan.root)
-        doubts = in_doubt(testimony.route, statements, testimony, plan.coding)
-        return Case(testimony, blocks, plan, first=target.process, doubts=tuple(doubts))
+        edges = edges_of(testimony.route, statements, testimony, plan.coding)
+        return Case(testimony, blocks, plan, first=target.process, edges=tuple(edges))
 
 
 async def _converse(session: Session, hidden: Tensor, first: First) -> None:

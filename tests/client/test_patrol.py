@@ -182,6 +182,29 @@ def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(check
         assert auditing.patrol.doubted == ({before} if lie == "inputs" else {before, behind})
 
 
+@pytest.mark.parametrize("lie", ["inputs", "outputs"])
+def test_right_outputs_excuse_no_false_signature(checkpoint, lie, monkeypatch):
+    sign = receipts.Receipt.sign
+
+    def falsely(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
+        if identity is liar.me.identity:
+            statement = statement.model_copy(update={lie: "0" * 64})
+        return sign(statement, identity)
+
+    with inprocess(checkpoint, *SPANS) as swarm:
+        liar = swarm.servers[0]
+        monkeypatch.setattr(receipts.Receipt, "sign", falsely)
+        auditing, wrong = Auditing(swarm), frozenset[str]()
+        for _ in range(40):
+            found = auditing.audit()
+            wrong |= found.wrong
+            if wrong:
+                break
+        assert wrong == {peer_of(liar)}
+        assert auditing.patrol.doubted <= wrong
+        assert sum(bool(auditing.audit(left_out=wrong).wrong) for _ in range(4)) == 0
+
+
 @pytest.mark.long
 def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):
     with inprocess(checkpoint, *SPANS) as swarm:

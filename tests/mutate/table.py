@@ -343,6 +343,15 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_server_that_is_wrong_otherwise_each_time_may_have_a_wrong_one_beside_it",
             ),
         ],
+        "Right outputs excuse no false signature": [
+            (
+                "a doubt of a receipt is like one of outputs",
+                "client/auditing/docket.py",
+                "found |= self._signed.note(Verdict(doubted=edge.ends))",
+                "found |= self.ledger.note(Verdict(doubted=processes_at(edge.ends)))",
+                "test_right_outputs_excuse_no_false_signature",
+            ),
+        ],
         "No record makes an auditor spend more than its share": [
             (
                 "an audit is free",
