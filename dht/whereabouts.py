@@ -17,6 +17,7 @@ https://github.com/libp2p/specs/tree/master/kad-dht.
 
 import asyncio
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class WhereaboutsLimits:
     question_s: float = limit(2.0, "s", "for a question to come, and again for its answer to be taken")
     per_s: float = limit(20.0, "1/s", "questions of one peer; more end their streams")
     burst: float = limit(200.0, "questions", "of one peer at once")
-    connected_s: float = limit(10.0, "s", "p2pd is asked whom it is connected to, at most so often, or at a new node")
+    connected_s: float = limit(1.0, "s", "p2pd is asked whom it is connected to, at most so often, before calls")
+    shown_s: float = limit(10.0, "s", "the same, before answers to others, unless a node is new")
     fresh_s: float = limit(60.0, "s", "a connected peer's addresses are told before p2pd is asked for them again")
     known_s: float = limit(900.0, "s", "a peer's addresses are told after its connection has ended")
     known_max: int = limit(1024, "peers", "whose addresses are remembered; the oldest go first")
@@ -76,7 +78,7 @@ class Whereabouts:
         self._addresses: OrderedDict[bytes, tuple[float, tuple[bytes, ...]]] = OrderedDict()
         self._looking: dict[bytes, asyncio.Task[bool]] = {}  # by peer
         self._turns = asyncio.Semaphore(limits.searches_max)
-        self._connected = _Shared(daemon.connected, limits.connected_s)
+        self._connected = _Shared(daemon.connected)
         self._rates = RateLimit(limits.per_s, limits.burst)
         self._streams: dict[asyncio.Task[None], bytes] = {}  # of others, the oldest first; with the peer
 
@@ -121,7 +123,7 @@ class Whereabouts:
     async def _find(self, peer: bytes, within_s: float) -> bool:
         try:
             async with asyncio.timeout(within_s), self._turns:
-                if peer in await self._connected.value():
+                if peer in await self._connected.value(self._limits.connected_s):
                     return True
                 namers = self._namers.get(peer, [])
                 answers = await asyncio.gather(*(self._ask(namer, peer, within_s / 2) for namer in namers))
@@ -195,7 +197,7 @@ class Whereabouts:
                 "question to libp2p's Kademlia", f"type {question.type}: this node keeps nothing there"
             )
         key, own = bytes(question.key), self._daemon.p2p.peer_id.to_bytes()
-        connected = await self._connected.value()
+        connected = await self._connected.value(self._limits.shown_s)
         there = (connected | self._addresses.keys()) - {asker, key}
         others = nearest(key, there.intersection(self._nodes()), self._limits.named_max - 1)
         wanted = [key] if key == own or (key in connected | self._addresses.keys() and key != asker) else []
@@ -210,7 +212,7 @@ class Whereabouts:
         """Return the addresses that a peer has told p2pd: while they are connected, else those told before."""
         loop, limits = asyncio.get_running_loop(), self._limits
         since, addresses = self._addresses.get(peer, (-limits.known_s, ()))
-        there = peer in await self._connected.value() or peer == self._daemon.p2p.peer_id.to_bytes()
+        there = peer in await self._connected.value(limits.shown_s) or peer == self._daemon.p2p.peer_id.to_bytes()
         if there and loop.time() - since >= limits.fresh_s:
             told = await self._daemon.addresses_of(peer)
             if fitting := tuple(each for each in told if len(each) <= limits.address_bytes_max)[: limits.addresses_max]:
@@ -228,25 +230,25 @@ class Whereabouts:
 class _Shared:
     """p2pd's present peers. Those who want to know at one time share one question."""
 
-    def __init__(self, ask: Callable[[], Awaitable[frozenset[bytes]]], fresh_s: float) -> None:
-        self._ask, self._fresh_s = ask, fresh_s
-        self._until, self._value = 0.0, frozenset[bytes]()
+    def __init__(self, ask: Callable[[], Awaitable[frozenset[bytes]]]) -> None:
+        self._ask = ask
+        self._since, self._value = -math.inf, frozenset[bytes]()
         self._asking, self._is_stale = asyncio.Lock(), False  # stale: forgotten while p2pd was being asked
 
-    async def value(self) -> frozenset[bytes]:
-        """Return them, as of a moment ago. Raises Unreachable."""
+    async def value(self, fresh_s: float) -> frozenset[bytes]:
+        """Return them, as of at most so long ago. Raises Unreachable."""
         loop = asyncio.get_running_loop()
-        if self._until <= loop.time():
+        if loop.time() - self._since >= fresh_s:
             async with self._asking:
-                if self._until <= loop.time():
+                if loop.time() - self._since >= fresh_s:
                     self._is_stale = False
                     self._value = await self._ask()
-                    self._until = 0.0 if self._is_stale else loop.time() + self._fresh_s
+                    self._since = -math.inf if self._is_stale else loop.time()
         return self._value
 
     def forget(self) -> None:
         """Ask again before the next answer."""
-        self._until, self._is_stale = 0.0, True
+        self._since, self._is_stale = -math.inf, True
 
 
 def nearest(key: bytes, peers: Iterable[bytes], count: int) -> list[bytes]:

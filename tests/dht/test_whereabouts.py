@@ -371,6 +371,20 @@ async def test_a_peer_that_is_connected_is_not_looked_for() -> None:
     assert fake.asked == []
 
 
+@pytest.mark.virtual_clock
+async def test_a_peer_that_has_gone_is_looked_for_sooner_than_others_are_told_so() -> None:
+    fake = Fake(b"y", namer=(THERE, [_packed(FAR)]))
+    told = whereabouts(fake, b"y")
+    assert await served(told, QUESTION)
+    fake.there = frozenset()
+    await asyncio.sleep(2)
+    assert await served(told, QUESTION)
+    assert fake.lists == 1
+    told.heard(b"namer", [b"y"])
+    assert await told.connect(b"y", 1.5)
+    assert (fake.lists, fake.asked) == (2, [b"namer"])
+
+
 async def test_one_namer_that_knows_is_enough() -> None:
     fails = Unreachable("a peer", (), 1.0)
     fake = Fake(
