@@ -159,22 +159,27 @@ def test_an_audit_asks_for_as_many_positions_as_users_do(checkpoint, monkeypatch
         assert len(asked) == 1
 
 
-@pytest.mark.parametrize("lie", ["inputs", "outputs"])
-def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(checkpoint, lie, monkeypatch):
+def falsely(liar: Any, lie: str) -> Any:
+    """Return `Receipt.sign` with which a server signs another digest than it has."""
     sign = receipts.Receipt.sign
 
-    def falsely(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
+    def signed(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
         if identity is liar.me.identity:
             statement = statement.model_copy(update={lie: "0" * 64})
         return sign(statement, identity)
 
+    return signed
+
+
+@pytest.mark.parametrize("lie", ["inputs", "outputs"])
+def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(checkpoint, lie, monkeypatch):
     with inprocess(checkpoint, "0:3", "3:6", "0:6") as swarm:
         liar = swarm.servers[0]
         before, behind = (peer_of(server) for server in swarm.servers[:2])
         auditing = Auditing(swarm)
         auditing.audit()
         assert not auditing.patrol.doubted
-        monkeypatch.setattr(receipts.Receipt, "sign", falsely)
+        monkeypatch.setattr(receipts.Receipt, "sign", falsely(liar, lie))
         for _ in range(12):
             auditing.audit([before, behind])  # which have no other holders: nothing else is found
             if auditing.patrol.doubted:
@@ -184,16 +189,9 @@ def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(check
 
 @pytest.mark.parametrize("lie", ["inputs", "outputs"])
 def test_right_outputs_excuse_no_false_signature(checkpoint, lie, monkeypatch):
-    sign = receipts.Receipt.sign
-
-    def falsely(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
-        if identity is liar.me.identity:
-            statement = statement.model_copy(update={lie: "0" * 64})
-        return sign(statement, identity)
-
     with inprocess(checkpoint, *SPANS) as swarm:
         liar = swarm.servers[0]
-        monkeypatch.setattr(receipts.Receipt, "sign", falsely)
+        monkeypatch.setattr(receipts.Receipt, "sign", falsely(liar, lie))
         auditing, wrong = Auditing(swarm), frozenset[str]()
         for _ in range(40):
             found = auditing.audit()
