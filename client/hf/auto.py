@@ -90,8 +90,8 @@ class AutoDistributedModel:
         local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md). quantize: of their weights, as
         `swarm-serve --quantize`: "none", "int8", "int4" or "auto". The servers' weights do not depend on it.
-        step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
-        to wait for a server of blocks that no server has.
+        step_timeout_s: the longest that one step may take, or one chunk of a long prompt, repairs included; a day at
+        most. wait_for_blocks_s: how long to wait for a server of blocks that no server has.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,

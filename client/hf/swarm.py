@@ -36,7 +36,8 @@ from swarm.protocol.tensors import Coding
 class ClientOptions:
     """How a client behaves. Raises BadConfiguration.
 
-    step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
+    step_timeout_s: the longest that one step may take, or one chunk of a long prompt, with all its waiting and repairs,
+    at most a day.
     wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
     client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
     and how often they try. coding: of the activations on all edges; None sends them as they are. audits: the share of

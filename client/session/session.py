@@ -12,9 +12,11 @@ that have applied a step already answer from what they keep. The user notices on
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import structlog
 from torch import Tensor, cat
@@ -137,7 +139,7 @@ class Session:
         deadline = _now() + self._plan.step_timeout_s
         has_begun = False
         try:
-            async with asyncio.timeout_at(deadline), self._lock:
+            async with asyncio.timeout_at(deadline) as limit, self._lock:
                 has_begun = True
                 self._raise_if_ended()
                 keep = self.length if keep is None else keep
@@ -146,7 +148,7 @@ class Session:
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
                 begun = self._travel.begun() or (self._cut(activations, keep, rows, want, ids), [])
-                outputs = await self._run(*begun, tokens, deadline)
+                outputs = await self._run(*begun, tokens, deadline, limit)
         except (Exception, asyncio.CancelledError) as raised:
             error = self._failed(raised, has_begun=has_begun)
             if error is raised:
@@ -212,23 +214,35 @@ class Session:
         chunks = self._cut(first.activations, 0, None, min(first.want, first.activations.tokens), first.ids)
         self._travel.send_ahead(chunks, _now() + self._plan.step_timeout_s)
 
-    async def _run(self, chunks: Iterator[Chunk], waiting: list[Ticket], tokens: int, deadline: float) -> list[Tensor]:
+    async def _run(
+        self, chunks: Iterator[Chunk], sent: list[Ticket], tokens: int, deadline: float, limit: asyncio.Timeout
+    ) -> list[Tensor]:
         """Send chunks, as many at a time as keep all hops busy, and collect the wanted positions of each.
 
-        waiting: of those that were sent already.
+        sent: those that were sent already. deadline: of the first chunks; a later one has a step's time from when it
+        is put. limit: moves with them.
         """
-        began, repairs = _now(), self._travel.restorer.repairs
+        began, repairs, limited = _now(), self._travel.restorer.repairs, deadline
+        waiting = deque(zip(sent, repeat(deadline)))
         outputs: list[Tensor] = []
         with self._watcher:
             try:
                 await self._travel.begin(deadline)
-                for chunk in chunks:
+                chunk = next(chunks, None)
+                while chunk is not None or waiting:
                     busy = len(self._circuit.layout.legs) + self._shared.limits.chunks.chunks_ahead
-                    if len(waiting) >= min(busy, self._travel.steps.window):
-                        outputs += await self._travel.collect(waiting.pop(0), deadline)
-                    waiting.append(self._travel.steps.put(chunk, deadline))
-                while waiting:
-                    outputs += await self._travel.collect(waiting.pop(0), deadline)
+                    if chunk is not None and len(waiting) < min(busy, self._travel.steps.window):
+                        waiting.append((self._travel.steps.put(chunk, deadline), deadline))
+                        chunk = next(chunks, None)
+                        continue
+                    ticket, due = waiting.popleft()
+                    if due != limited:
+                        limited = due
+                        limit.reschedule(due)
+                        self._watcher.forget_holders()  # of the chunk before: the route goes on
+                    outputs += await self._travel.collect(ticket, due)
+                    if chunk is not None:
+                        deadline = _now() + self._plan.step_timeout_s
             finally:
                 self._travel.steps.clear()
         if self._travel.restorer.repairs == repairs and tokens == 1:

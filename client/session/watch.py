@@ -87,6 +87,10 @@ class Watcher:
         held = [process for process, held_s in self._held_s.items() if held_s >= at_least_s]
         return max(held, key=self._held_s.__getitem__, default=None)
 
+    def forget_holders(self) -> None:
+        """Count anew which hop holds the work: some of it was finished."""
+        self._held_s.clear()
+
     def _lose_patience(self) -> None:
         self._asking = self._loop.create_task(self._ask_hops())
         self._asking.add_done_callback(_complain)

@@ -100,7 +100,7 @@ class Origin(click.ParamType[str]):
     type=Number(1, 86400),
     default=120.0,
     show_default=True,
-    help="the longest that one step may take, in seconds, repairs included",
+    help="the longest that one step may take, or one chunk of a prompt, in seconds, repairs included",
 )
 @click.option(
     "--audit",

@@ -49,7 +49,7 @@ PrefixUse = Literal["none", "own", "shared"]
 class EngineLimits:
     """Bounds of one model's generations."""
 
-    step_timeout_s: float = limit(120.0, "s", "a step that takes longer, repairs included, ends its generation")
+    step_timeout_s: float = limit(120.0, "s", "a step, or a chunk of a prompt, that takes longer ends its generation")
     wait_for_blocks_s: float = limit(0.0, "s", "how long a session waits for blocks that no server announces")
     piece_tokens: int = limit(4096, "tokens", "of a prompt that are embedded at once: 64 MB at a hidden size of 8192")
     sessions_max: int = limit(

@@ -102,6 +102,42 @@ def test_step_timeout_names_and_blames_the_hop_that_computes(index: int) -> None
     played(scenario, plan=replace(PLAN, step_timeout_s=4.0))
 
 
+def slowed(going: Going, step_s: float) -> None:
+    """Have each hop of the route take so long for a small step."""
+    for host in going.hosts:
+        host.executor.block_s = step_s / len(host.blocks)
+
+
+def test_prompt_whose_chunks_come_in_time_takes_longer_than_a_step_may() -> None:
+    step_timeout_s, step_s, chunks = 20.0, 1.0, 50
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        slowed(going, step_s)
+        assert await going.say(chunks) > step_s * chunks > 2 * step_timeout_s
+        assert going.failures() == []
+
+    played(scenario, plan=replace(PLAN, step_timeout_s=step_timeout_s), client=small_chunks(1))
+
+
+def test_prompts_chunk_is_answered_within_a_steps_time() -> None:
+    step_timeout_s, step_s = 20.0, 1.0
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        slowed(going, step_s)
+        slow, stuck_s = going.session.route[1], 2 * step_timeout_s
+        going.loop.call_later(stuck_s, going.hosts[1].executor.hold)
+        began = going.loop.time()
+        with pytest.raises(StepTimeout, match="step_timeout_s") as late:
+            await going.say(100)
+        assert stuck_s < going.loop.time() - began < stuck_s + step_timeout_s + step_s
+        assert late.value.peer == slow.peer_id
+        assert going.failures() == [slow.process], "it held its chunk for longer than any other hop since the last one"
+
+    played(scenario, plan=replace(PLAN, step_timeout_s=step_timeout_s), client=small_chunks(1))
+
+
 def test_hop_that_computes_nothing_for_long_is_replaced() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
