@@ -12,7 +12,7 @@ import structlog
 
 from swarm.client.auditing.edges import Edge, processes_at
 from swarm.client.auditing.inquest import Verdict
-from swarm.client.auditing.ledger import Ledger
+from swarm.client.auditing.ledger import Doubts, Ledger
 from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
 from swarm.limits import limit
 
@@ -47,7 +47,7 @@ class Docket:
     """The audits of one auditor. ledger: which every audit's verdict is noted in before it is taken here."""
 
     def __init__(self, limits: DocketLimits, draws: random.Random) -> None:
-        self.ledger, self._signed = Ledger(), Ledger()  # signed: what receipts have shown, by ends of edges
+        self.ledger, self._signed = Ledger(), Doubts()  # signed: of ends of edges, by receipts
         self._limits, self._draws = limits, draws
         self._observations: tuple[Observation, ...] = ()
 
@@ -66,11 +66,11 @@ class Docket:
     def compare(self, edges: Sequence[Edge]) -> frozenset[str]:
         """Remember what hops signed. Returns the peers that all receipts together show as signing what is not so."""
         found = frozenset[str]()
-        self._signed.note(Verdict(cleared=frozenset().union(*(each.ends for each in edges if each.agrees))))
+        self._signed.excuse(frozenset().union(*(each.ends for each in edges if each.agrees)))
         for edge in edges:
             if not edge.agrees:
                 _log.warning("hops signed different digests of one edge", peers=sorted(peers_of(edge.ends)))
-                found |= self._signed.note(Verdict(doubted=edge.ends))
+                found |= self._signed.add(edge.ends)
         return peers_of(found)
 
     def take(self, drawn: str, verdict: Verdict) -> Findings:
@@ -90,17 +90,15 @@ class Docket:
         if found is not None:
             _log.warning("server computes wrongly at times", peer=found)
             wrong |= {found}
-            processes = {process for process in self.ledger.doubted if process.partition("/")[0] == found}
-            self.ledger.note(Verdict(wrong=frozenset(processes)))  # so that it explains the doubts
         self._observations = tuple(each for each in self._observations if not each.company & wrong)
-        ends = frozenset(end for end in self._signed.doubted if peers_of({end}) <= wrong)
-        self._signed.note(Verdict(wrong=ends))
+        for doubts in (self.ledger.doubts, self._signed):
+            doubts.explain(frozenset(each for each in doubts.doubted if peers_of({each}) <= wrong))
         left = frozenset() if found in company else findings.doubted
         return replace(findings, wrong=wrong, doubted=left, agreed=findings.agreed - wrong)
 
     @property
     def _doubted(self) -> frozenset[str]:
-        return self.ledger.doubted | processes_at(self._signed.doubted)
+        return self.ledger.doubts.doubted | processes_at(self._signed.doubted)
 
 
 def peers_of(processes: Collection[str]) -> frozenset[str]:

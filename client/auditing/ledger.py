@@ -38,13 +38,45 @@ class Audits:
     wrong: tuple[str, ...] = ()
 
 
+class Doubts:
+    """Companies of which one member was wrong. Enough of them show which member it was."""
+
+    def __init__(self, limits: LedgerLimits = LedgerLimits()) -> None:
+        self._limits = limits
+        self._doubts: tuple[_Doubt, ...] = ()
+
+    @property
+    def doubted(self) -> frozenset[str]:
+        """The members of which one or another was wrong, and with which no other one has agreed since."""
+        return frozenset[str]().union(*(doubt.company - doubt.excused for doubt in self._doubts))
+
+    def excuse(self, cleared: frozenset[str]) -> None:
+        """Note that others agree with these."""
+        self._doubts = tuple(replace(doubt, excused=doubt.excused | cleared) for doubt in self._doubts)
+
+    def add(self, company: frozenset[str]) -> frozenset[str]:
+        """Note that one of a company was wrong. Returns those that are shown as wrong by that."""
+        self._doubts = (*self._doubts, _Doubt(company))[-self._limits.doubts_max :]
+        shown = frozenset(member for member in company if self._is_common(member))
+        self.explain(shown)
+        return shown
+
+    def explain(self, wrong: frozenset[str]) -> None:
+        """Forget all doubts of these, which are wrong: they say nothing of the others that they meant."""
+        self._doubts = tuple(doubt for doubt in self._doubts if not doubt.company & wrong)
+
+    def _is_common(self, member: str) -> bool:
+        """Whether it is the only one that is meant by all doubts that mean it, and these are enough."""
+        companies = [d.company for d in self._doubts if member in d.company and member not in d.excused]
+        return len(companies) > self._limits.doubts_min and frozenset.intersection(*companies) == {member}
+
+
 class Ledger:
-    """The audits of one client."""
+    """The audits of one client. doubts: of processes."""
 
     def __init__(self, limits: LedgerLimits = LedgerLimits()) -> None:
         self.audits = Audits()
-        self._limits = limits
-        self._doubts: tuple[_Doubt, ...] = ()
+        self.doubts = Doubts(limits)
 
     def skip(self) -> None:
         """Note a session that was drawn, and is not audited."""
@@ -52,13 +84,11 @@ class Ledger:
 
     def note(self, verdict: Verdict) -> frozenset[str]:
         """Take a verdict. Returns the processes that are known to be wrong since then."""
-        audits, news = self.audits, set(verdict.wrong)
-        self._doubts = tuple(replace(doubt, excused=doubt.excused | verdict.cleared) for doubt in self._doubts)
+        audits, news = self.audits, verdict.wrong
+        self.doubts.excuse(verdict.cleared)
         if verdict.doubted:
-            self._doubts = (*self._doubts, _Doubt(verdict.doubted))[-self._limits.doubts_max :]
-            news |= {process for process in verdict.doubted if self._is_common(process)}
-        # A doubt that a wrong server explains says nothing of the others that it meant.
-        self._doubts = tuple(doubt for doubt in self._doubts if not doubt.company & news)
+            news |= self.doubts.add(verdict.doubted)
+        self.doubts.explain(news)
         if verdict.accuses:
             peers = [peer for peer in sorted(process.partition("/")[0] for process in news) if peer not in audits.wrong]
             self.audits = replace(audits, disputed=audits.disputed + 1, wrong=(*audits.wrong, *peers))
@@ -66,14 +96,4 @@ class Ledger:
             self.audits = replace(audits, agreed=audits.agreed + 1)
         else:
             self.skip()
-        return frozenset(news)
-
-    @property
-    def doubted(self) -> frozenset[str]:
-        """The processes of which one or another was wrong, and with which none has agreed since."""
-        return frozenset[str]().union(*(doubt.company - doubt.excused for doubt in self._doubts))
-
-    def _is_common(self, process: str) -> bool:
-        """Whether a process is the only one that is meant by all doubts that mean it, and these are enough."""
-        companies = [d.company for d in self._doubts if process in d.company and process not in d.excused]
-        return len(companies) > self._limits.doubts_min and frozenset.intersection(*companies) == {process}
+        return news

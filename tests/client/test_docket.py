@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from swarm.client.auditing.docket import Docket, DocketLimits
+from swarm.client.auditing.edges import Edge
 from swarm.client.auditing.inquest import Ask, Replay, Verdict, inquest, processes_of
 from swarm.client.planning.route import Hop
 from tests.client.test_inquest import hop
@@ -97,6 +98,19 @@ def test_a_doubt_that_a_wrong_server_explains_is_gone() -> None:
     doubt = Verdict(doubted=frozenset({"liar", "honest"}))
     assert not doubt.given(frozenset({"liar"})).suspected
     assert doubt.given(frozenset({"another"})).suspected == {"liar", "honest"}
+
+
+def test_a_server_whose_outputs_are_wrong_explains_doubts_of_receipts_and_of_its_other_processes() -> None:
+    docket = Docket(DocketLimits(), Random(1))
+    assert not docket.compare([Edge(frozenset({"liar/1#outputs", "honest/1#inputs"}), agrees=False)])
+    docket.take("honest", Verdict(cleared=frozenset({"honest/1"})))
+    assert docket.doubted == {"liar", "honest"}, "right outputs excuse no receipt"
+    earlier = Verdict(doubted=frozenset({"liar/2", "neighbour/1"}))
+    docket.take("neighbour", earlier.given(docket.ledger.note(earlier)))
+    assert docket.doubted == {"liar", "honest", "neighbour"}
+    wrong = Verdict(wrong=frozenset({"liar/1"}))
+    assert docket.take("liar", wrong.given(docket.ledger.note(wrong))).wrong == {"liar"}
+    assert not docket.doubted
 
 
 @pytest.mark.parametrize(

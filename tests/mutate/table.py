@@ -347,8 +347,8 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "a doubt of a receipt is like one of outputs",
                 "client/auditing/docket.py",
-                "found |= self._signed.note(Verdict(doubted=edge.ends))",
-                "found |= self.ledger.note(Verdict(doubted=processes_at(edge.ends)))",
+                "found |= self._signed.add(edge.ends)",
+                "found |= self.ledger.doubts.add(processes_at(edge.ends))",
                 "test_right_outputs_excuse_no_false_signature",
             ),
         ],
