@@ -1,7 +1,8 @@
 """Weights in int8: half of bfloat16's memory. An output's largest weight is 127 steps, and it has one scale.
 
 Compiled code multiplies them as they are (`swarm.model.compiled`). Without it torch's kernels do, to the same bits:
-they put the weights in an order of their own first, which takes longer than rounding.
+they put the weights in an order of their own first, which takes longer than rounding. Where there is neither, products
+in float64 are exact, too, and slow: int4 has few such weights.
 """
 
 import warnings
@@ -18,7 +19,7 @@ from swarm.model.writing import Layout
 
 def is_supported() -> bool:
     """Whether there are kernels for this processor: torch's, or compiled ones."""
-    return "fbgemm" in torch.backends.quantized.supported_engines or kernels("int8") is not None
+    return _product_kind() is not _PlainMatrix
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ class IntegerMatrix(RoundedMatrix):
     def __init__(self, integers: Tensor, scales: Tensor) -> None:
         """integers: int8 [out, in]. scales: float32 [out]."""
         super().__init__(*integers.shape)
-        self._matrix = _TorchMatrix(integers, scales) if kernels("int8") is None else _CompiledMatrix(integers, scales)
+        self._matrix = _product_kind()(integers, scales)
 
     @classmethod
     def of(cls, weight: Tensor) -> "IntegerMatrix":
@@ -79,7 +80,7 @@ class IntegerMatrix(RoundedMatrix):
     @staticmethod
     def bytes_of(n_outputs: int, n_inputs: int) -> int:
         """Return the memory of a matrix of this size."""
-        return (_TorchMatrix if kernels("int8") is None else _CompiledMatrix).bytes_of(n_outputs, n_inputs)
+        return _product_kind().bytes_of(n_outputs, n_inputs)
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
@@ -146,3 +147,33 @@ class _TorchMatrix:
     def bytes_of(n_outputs: int, n_inputs: int) -> int:
         """Each output has a scale, a zero point and a sum beside its integers."""
         return n_outputs * (n_inputs + 12)
+
+
+class _PlainMatrix:
+    """Rows of weights as they are, which become float64 for each product, some outputs at a time."""
+
+    def __init__(self, integers: Tensor, scales: Tensor) -> None:
+        self._integers, self._scales = integers, scales.float()
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self._integers, self._scales
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Multiply float32 [count, in] -> [count, out]."""
+        parts, peak = split(rows)
+        both, exact = parts.new_empty(len(parts), len(self._scales)), parts.double()
+        outputs = max(1, (1 << 20) // self._integers.shape[1])  # as many as a cache has room for
+        for start in range(0, len(self._scales), outputs):
+            some = slice(start, start + outputs)
+            both[:, some] = exact @ self._integers[some].double().t()
+        return joined(both.mul_(self._scales), peak)
+
+    @staticmethod
+    def bytes_of(n_outputs: int, n_inputs: int) -> int:
+        return n_outputs * (n_inputs + 4)
+
+
+def _product_kind() -> type[_CompiledMatrix | _TorchMatrix | _PlainMatrix]:
+    if kernels("int8") is not None:
+        return _CompiledMatrix
+    return _TorchMatrix if "fbgemm" in torch.backends.quantized.supported_engines else _PlainMatrix

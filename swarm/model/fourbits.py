@@ -38,6 +38,7 @@ class FourBitFormat:
     block: Final = 32  # weights of one output in 16 octets: two halves, each with a number of its own
     half: Final = 16
     sought: Final = 8  # sizes
+    finer: Final = 16  # a block's smallest layers, up to this part of its weights, are int8 (`swarm.model.kinds`)
     quarters: Final = 4 * 127  # the farthest a weight is from zero
     books: Final = (  # in 1/1024 of a size; each is there in its mirror as well
         (-1024, -876, -711, -576, -460, -346, -228, -106, 24, 145, 258, 370, 483, 605, 745, 914),

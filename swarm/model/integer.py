@@ -159,8 +159,8 @@ ALL_EXPERTS_FUNCTIONS.register(IntegerFormat.experts, integer_experts)
 
 
 def integers_of(model: nn.Module) -> str | None:
-    """Return what a model's weights were rounded to, as "int8"; None: they are plain."""
-    return next((matrix.weights for matrix in _all_matrices(model)), None)
+    """Return what a model's weights were rounded to, as "int8"; None: they are plain. int4 has some of them in int8."""
+    return min((matrix.weights for matrix in _all_matrices(model)), default=None)
 
 
 def bytes_of_integers(model: nn.Module) -> int:

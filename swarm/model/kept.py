@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.model.hollow import blocks_of
-from swarm.model.integer import IntegerLimits, RoundedMatrix, matrices_in, matrices_of, nothing, rounded_of
+from swarm.model.integer import IntegerLimits, RoundedMatrix, matrices_in, matrices_of, nothing
+from swarm.model.kinds import Form, kinds_in
 from swarm.model.reading import MalformedWeights
 from swarm.model.weightcache import CacheKey, WeightCache
 from swarm.model.writing import Layout, Piece
@@ -19,13 +20,13 @@ from swarm.model.writing import Layout, Piece
 class Part:
     """The tensors of one file, by their names in the model.
 
-    plain: shapes of those that stay as they are. rounded: shapes of those that do not. matrices: sizes [out, in] of
-    those that the latter become, one for each layer and expert.
+    plain: shapes of those that stay as they are. rounded: shapes of those that do not. matrices: what the latter
+    become, one for each layer and expert.
     """
 
     plain: dict[str, tuple[int, ...]]
     rounded: dict[str, tuple[int, ...]]
-    matrices: dict[str, tuple[int, int]]
+    matrices: dict[str, Form]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,11 +38,12 @@ def parts_of(
     model: PreTrainedModel,
     blocks: Blocks,
     idle: tuple[str, ...],
+    matrix: type[RoundedMatrix],
     limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
 ) -> dict[str, Part]:
     """Return a hollow model's tensors by file: one for each block, and one for the rest. It may be on the meta device.
 
-    idle: name prefixes of weights that no block needs.
+    idle: name prefixes of weights that no block needs. matrix: the kind that names the class.
     """
     layers = blocks_of(model)
     paths = {module: name for name, module in model.named_modules()}
@@ -49,10 +51,10 @@ def parts_of(
     found: dict[str, Part] = {part: Part({}, {}, {}) for part in prefixes.values()}
     rounded = set()
     for index in blocks:
-        for module in rounded_of(layers[index], limits):
+        for module, kind in kinds_in(layers[index], matrix, limits).items():
             for name, size in matrices_of(module).items():
                 rounded.add(f"{paths[module]}.{name.partition('.')[0]}")
-                found[f"block-{index:04d}"].matrices[f"{paths[module]}.{name}"] = size
+                found[f"block-{index:04d}"].matrices[f"{paths[module]}.{name}"] = Form(kind, size)
     for name, tensor in model.state_dict().items():
         if not name.startswith(idle):
             part = next((part for prefix, part in prefixes.items() if name.startswith(prefix)), "rest")
@@ -64,16 +66,9 @@ def parts_of(
 class Kept:
     """The rounded weights of one span that a cache has, and those that it is to get."""
 
-    def __init__(
-        self,
-        cache: WeightCache,
-        key: CacheKey,
-        parts: dict[str, Part],
-        dtype: torch.dtype,
-        matrix: type[RoundedMatrix],
-    ) -> None:
-        """dtype: in which the other weights are loaded. matrix: the kind that weights are rounded to."""
-        self._cache, self._key, self._parts, self._dtype, self._matrix = cache, key, parts, dtype, matrix
+    def __init__(self, cache: WeightCache, key: CacheKey, parts: dict[str, Part], dtype: torch.dtype) -> None:
+        """dtype: in which the other weights are loaded."""
+        self._cache, self._key, self._parts, self._dtype = cache, key, parts, dtype
         self._lacking: dict[str, Part] = {}
         self.is_complete = False  # whether the cache had everything
 
@@ -87,7 +82,7 @@ class Kept:
         matrices: dict[str, RoundedMatrix] = {}
         kept = {part: content for part, content in self._parts.items() if all(map(stays, content.names))}
         for part, content in kept.items():
-            reader = _Reader(content, self._matrix)
+            reader = _Reader(content)
             found = self._cache.load(self._key, part, reader.names, reader.keep)
             if found is None:
                 self._lacking[part] = content
@@ -110,12 +105,12 @@ class Kept:
 class _Reader:
     """Makes matrices of a file's tensors as they are read, so that they are not held twice."""
 
-    def __init__(self, content: Part, matrix: type[RoundedMatrix]) -> None:
+    def __init__(self, content: Part) -> None:
         self.matrices: dict[str, RoundedMatrix] = {}
         self.names = content.plain.keys() | {
-            each for name, size in content.matrices.items() for each in _layouts(name, matrix, size)
+            each for name, form in content.matrices.items() for each in _layouts(name, form)
         }
-        self._content, self._matrix = content, matrix
+        self._content = content
         self._first: dict[str, Tensor] = {}  # parts of a matrix whose others are still to come
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
@@ -125,18 +120,18 @@ class _Reader:
                 raise MalformedWeights(f"{name} has another shape")
             return tensor
         whole = name.rpartition(".")[0]
-        size = self._content.matrices[whole]
-        layouts = _layouts(whole, self._matrix, size)
+        form = self._content.matrices[whole]
+        layouts = _layouts(whole, form)
         if layouts[name] != (tensor.dtype, tuple(tensor.shape)):
             raise MalformedWeights(f"{name} has another shape")
         self._first[name] = tensor
         if layouts.keys() <= self._first.keys():
-            self.matrices[whole] = self._matrix.restored(size, [self._first.pop(each) for each in layouts])
+            self.matrices[whole] = form.kind.restored(form.size, [self._first.pop(each) for each in layouts])
         return tensor.new_empty(0)
 
 
-def _layouts(name: str, matrix: type[RoundedMatrix], size: tuple[int, int]) -> dict[str, Layout]:
-    return {f"{name}.{part}": layout for part, layout in matrix.layouts(*size).items()}
+def _layouts(name: str, form: Form) -> dict[str, Layout]:
+    return {f"{name}.{part}": layout for part, layout in form.layouts.items()}
 
 
 def _plain(name: str, tensor: Tensor) -> Piece:
@@ -145,5 +140,5 @@ def _plain(name: str, tensor: Tensor) -> Piece:
 
 
 def _rounded(name: str, matrix: RoundedMatrix) -> Piece:
-    size = matrix.n_outputs, matrix.n_inputs
-    return Piece(_layouts(name, type(matrix), size), lambda: matrix.parts)
+    form = Form(type(matrix), (matrix.n_outputs, matrix.n_inputs))
+    return Piece(_layouts(name, form), lambda: matrix.parts)

@@ -32,8 +32,9 @@ from swarm.model.hollow import (
 )
 from swarm.model.kept import Kept, parts_of
 from swarm.model.kernels import leave_out_planned_attention
+from swarm.model.kinds import matrix_for
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
-from swarm.model.quantising import Rounding, matrix_for, prove_rounded, quantised_bytes, refuse_to_quantise
+from swarm.model.quantising import Rounding, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 from swarm.model.stored import Stored
@@ -75,8 +76,8 @@ def load_span(
         if rounded is not None and matrix.rounds:
             rounded.tidy()
             key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
-            parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow))
-            kept = Kept(rounded, key, parts, wanted, matrix)
+            parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow), matrix)
+            kept = Kept(rounded, key, parts, wanted)
         rounding = Rounding(hollow, blocks, wanted, matrix, kept)
     span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
     if rounding is not None:

@@ -29,6 +29,7 @@ from swarm.model.integer import (
     weights_of,
 )
 from swarm.model.kept import Kept
+from swarm.model.kinds import kinds_in, matrix_for
 from swarm.model.owncodes import OwnMatrix, fits
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
@@ -109,15 +110,6 @@ def try_kernels(weights: str, device: torch.device) -> None:
     moved.multiply(torch.ones(1, 64, device=device))
 
 
-def matrix_for(weights: str) -> type[RoundedMatrix]:
-    """Return a weight's kind of matrix. weights: "int8", "int4" or "own4". Raises BadConfiguration for another name."""
-    kinds: tuple[type[RoundedMatrix], ...] = IntegerMatrix, FourBitMatrix, OwnMatrix
-    for kind in kinds:
-        if kind.weights == weights:
-            return kind
-    raise BadConfiguration("quantize", f"{weights!r} is neither int8 nor int4")
-
-
 def on_device(device: torch.device) -> Callable[[RoundedMatrix], RoundedMatrix]:
     """Return what moves a matrix to a GPU."""
     from swarm.model.ongpu import GpuFourBitMatrix, GpuIntegerMatrix  # noqa: PLC0415 - Triton is where CUDA is
@@ -148,14 +140,14 @@ class Rounding:
     ) -> None:
         """skeleton: the hollow model, on the meta device. dtype: in which it is loaded.
 
-        matrix: the kind that weights become. kept: by a cache on disk.
+        matrix: the kind that names the class. kept: by a cache on disk.
         """
         self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
-        chosen = set(map(id, self._modules(skeleton)))
+        kinds = self._kinds(skeleton)
         self._linears = {
-            f"{name}.weight"
+            f"{name}.weight": kinds[module]
             for name, module in skeleton.named_modules()
-            if id(module) in chosen and isinstance(module, nn.Linear)
+            if module in kinds and isinstance(module, nn.Linear)
         }
         self._read: dict[str, RoundedMatrix] = {}
 
@@ -181,7 +173,7 @@ class Rounding:
             return tensor
         if not self._matrix.rounds:
             return tensor
-        self._read[name] = self._matrix.of(tensor)
+        self._read[name] = self._linears[name].of(tensor)
         return nothing(tensor.shape, self._dtype)
 
     def read_stored(self, name: str, weight: Stored) -> Tensor:
@@ -200,11 +192,11 @@ class Rounding:
         All integers move to the device then. Small layers keep theirs, and multiply in integers all the same.
         """
         paths = {module: name for name, module in model.named_modules()}
-        for module in self._modules(model):
+        for module, kind in self._kinds(model).items():
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
             there = [self._read.pop(name) for name in names if name in self._read]
             if there or self._matrix.rounds:
-                to_integers(module, self._matrix, there)
+                to_integers(module, kind, there)
         for index in self._blocks:
             make_steady(blocks_of(model)[index])
         if device.type != "cpu":
@@ -217,9 +209,11 @@ class Rounding:
         if self._kept is not None:
             self._kept.remember(model)
 
-    def _modules(self, model: PreTrainedModel) -> list[nn.Module]:
-        layers = blocks_of(model)
-        return [module for index in self._blocks for module in rounded_of(layers[index], self._limits)]
+    def _kinds(self, model: PreTrainedModel) -> dict[nn.Module, type[RoundedMatrix]]:
+        layers, found = blocks_of(model), dict[nn.Module, type[RoundedMatrix]]()
+        for index in self._blocks:
+            found |= kinds_in(layers[index], self._matrix, self._limits)
+        return found
 
 
 def prove_rounded(name: str, span: Span) -> None:
@@ -267,13 +261,15 @@ def quantised_bytes(layer: nn.Module, item: int, quantize: str, group_size: int 
 
     quantize: as "int8". group_size: of "own4".
     """
-    matrix = matrix_for(quantize)
-    size_of = (
-        partial(OwnMatrix.bytes_of, group_size=group_size) if group_size and not matrix.rounds else matrix.bytes_of
-    )
-    weights = [weight for module in rounded_of(layer) for weight in weights_of(module)]
-    plain = _size(layer) - sum(weight.numel() for weight in weights)
-    return plain * item + sum(size_of(weight.shape[:-1].numel(), weight.shape[-1]) for weight in weights)
+    matrix, numbers, integers = matrix_for(quantize), 0, 0
+    for module, kind in kinds_in(layer, matrix).items():
+        size_of = kind.bytes_of
+        if group_size and not matrix.rounds:
+            size_of = partial(OwnMatrix.bytes_of, group_size=group_size)
+        for weight in weights_of(module):
+            numbers += weight.numel()
+            integers += size_of(weight.shape[:-1].numel(), weight.shape[-1])
+    return (_size(layer) - numbers) * item + integers
 
 
 def _numbers(layer: nn.Module, limits: IntegerLimits) -> int:

@@ -15,12 +15,14 @@ from torch import nn
 from swarm.activations import Tier, tier_of
 from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration, UnsupportedCheckpoint
-from swarm.model import quantising
+from swarm.model import eightbits, quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.eightbits import is_supported
+from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed, tables
-from swarm.model.integer import IntegerFormat, integers_of, matrices_in, split, to_integers
+from swarm.model.hollow import blocks_of, class_for, skeleton
+from swarm.model.integer import IntegerFormat, integers_of, matrices_in, matrices_of, split, to_integers
+from swarm.model.kinds import kinds_in
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.quantising import quantisation_for
 from swarm.model.steady import steady_bytes
@@ -253,17 +255,61 @@ def test_class_and_size_are_known_before_anything_is_loaded(dtype):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_all_memory_of_a_span_is_counted(name, span_of):
-    """Nothing but the matrices' parts and small tensors is there, and the linear layers' are below 0.31."""
+    """Nothing but the matrices' parts and small tensors is there, and the linear layers' are about 0.3."""
     span = span_of(name)
     matrices = matrices_in(span.model).values()
     parts = sum(part.untyped_storage().nbytes() for matrix in matrices for part in matrix.parts)
     plain = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in span.model.state_dict().values()}
     beside = sum(plain.values()) + steady_bytes(span.model)
     assert span.weight_bytes == pytest.approx(parts + beside, rel=0.03)
-    assert parts <= 0.313 * sum(
-        2 * each.n_outputs * each.n_inputs for each in matrices
-    )  # a tenth is scales: rows are short
+    numbers = sum(each.n_outputs * each.n_inputs for each in matrices)
+    assert parts <= 0.33 * 2 * numbers  # a tenth is scales: rows are short
     assert sum(plain.values()) < 0.05 * parts
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen2", "qwen3_moe", "deepseek_v3"])
+def test_the_smallest_layers_of_a_block_are_int8_up_to_a_sixteenth_of_its_weights(name, family_dir):
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT if name == "demo" else family_dir(name))
+    span = load_span(checkpoint, Blocks(1, 3), quantize="int4")
+    matrices = matrices_in(span.model)
+    for index in span.blocks:
+        block = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))[index]
+        kinds = kinds_in(block, FourBitMatrix)
+        sizes = {each: sum(a * b for a, b in matrices_of(each).values()) for each in kinds}
+        finer = [sizes[each] for each, kind in kinds.items() if kind is IntegerMatrix]
+        others = [size for each, size in sizes.items() if kinds[each] is FourBitMatrix and isinstance(each, nn.Linear)]
+        assert 16 * sum(finer) <= sum(sizes.values()) < 16 * (sum(finer) + min(others))
+        assert max(finer, default=0) <= min(others)
+        for path, module in block.named_modules():
+            mine = [matrix for whole, matrix in matrices.items() if f".{index}.{path}." in whole]
+            assert module not in kinds or {type(each) for each in mine} == {kinds[module]}
+
+
+def test_layers_of_one_size_stay_int4_where_they_are_more_than_a_sixteenth():
+    block = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    assert set(kinds_in(block, FourBitMatrix).values()) == {FourBitMatrix}
+    assert set(kinds_in(block, IntegerMatrix).values()) == {IntegerMatrix}
+    block.append(nn.Linear(64, 16))
+    assert list(kinds_in(block, FourBitMatrix).values()) == [FourBitMatrix] * 12 + [IntegerMatrix]
+
+
+def test_a_processor_without_kernels_for_int8_computes_the_same_bits(monkeypatch):
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT)
+    outputs = []
+    for kind in (eightbits._product_kind(), eightbits._PlainMatrix):
+        monkeypatch.setattr(eightbits, "_product_kind", lambda kind=kind: kind)
+        span = load_span(checkpoint, BLOCKS, dtype=torch.float32, quantize="int4")
+        fine = [matrix for matrix in matrices_in(span.model).values() if type(matrix) is IntegerMatrix]
+        assert {type(matrix._matrix) for matrix in fine} == {kind}
+        outputs.append(through(span, random(1, 24, span.hidden_size)))
+    assert torch.equal(*outputs)
+
+
+def test_int8_without_kernels_has_the_same_bits_in_long_rows(monkeypatch):
+    rows, weight = widest()
+    expected = IntegerMatrix.of(weight).multiply(rows)
+    monkeypatch.setattr(eightbits, "_product_kind", lambda: eightbits._PlainMatrix)
+    assert torch.equal(IntegerMatrix.of(weight).multiply(rows), expected)
 
 
 # --- the cache, and refusals

@@ -333,7 +333,7 @@ def test_a_block_whose_names_change_on_loading_is_rounded_each_time(tmp_path):
     parts = {"block-0001": kept.Part({"a": (3,)}, {}, {})}
     cache.save(KEY, "block-0001", [Piece({"a": Layout(torch.float32, (3,))}, lambda: (torch.ones(3),))])
     cache.write()
-    span = kept.Kept(cache, KEY, parts, torch.float32, IntegerMatrix)
+    span = kept.Kept(cache, KEY, parts, torch.float32)
     assert span.recall(lambda _: True)[0]["a"].tolist() == [1, 1, 1]
     assert span.is_complete
     assert span.recall(lambda _: False) == ({}, {})
