@@ -57,6 +57,7 @@ class WatchLimits:
     quiet_s: float = limit(0.2, "s", "a hop that received bytes so lately still receives")
     wedged_s: float = limit(30.0, "s", "a hop that computes, but finishes nothing for so long, has failed")
     overdue_s: float = limit(60.0, "s", "a hop that finishes nothing of this session for so long is replaced")
+    receives_s: float = limit(90.0, "s", "a hop to which bytes come for so long, and nothing whole, is as if none came")
     resend_rounds: int = limit(2, "rounds", "after so many rounds without progress the steps are retransmitted")
     give_up_rounds: int = limit(4, "rounds", "after so many rounds without progress the edge or the hop has failed")
 

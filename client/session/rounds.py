@@ -2,7 +2,8 @@
 
 All hops have answered when a round is looked at. The *front* is the first hop that is not done. A front that computes
 may take its time as long as it finishes jobs, and after a minute another hop is asked, if there is one. If the front
-has nothing to compute, and no byte comes to it, the message that it waits for is lost.
+has nothing to compute, and no byte comes to it, the message that it waits for is lost. So it is if bytes come for
+long, and nothing is whole then: that is said by a hop that lies, or whose neighbour sends no end.
 """
 
 from collections.abc import Collection, Sequence
@@ -55,16 +56,17 @@ class Rounds:
         """
         front = next((index for index, is_done in enumerate(done) if not is_done), len(hops))
         computing = front < len(hops) and hops[front].under_way > 0
-        place = (front, due, *((hops[front].length, hops[front].under_way) if computing else ()))
+        place = (front, due, *((hops[front].length, hops[front].under_way) if front < len(hops) else ()))
         if self._place != place:
             self._place, self._there_since = place, now
-        elif computing and now - self._there_since > self._limits.overdue_s:
+        there_s = now - self._there_since
+        if computing and there_s > self._limits.overdue_s:
             self._there_since = now
             return Overdue(front)
         progress = hops[front].jobs_done if computing else [(hop.applied, hop.length) for hop in hops]
         state = (front, computing, refusals, progress)
         moves = state != self._before
-        if not computing and front < len(hops):
+        if not computing and front < len(hops) and there_s <= self._limits.receives_s:
             moves = moves or hops[front].quiet_ms < 1000 * self._limits.quiet_s
         self._before = state
         if moves:

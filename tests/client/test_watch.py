@@ -49,9 +49,18 @@ def test_hop_that_refuses_steps_has_received_them():
     assert any(watch.judge(hops, [False], APPLIED, 50.0 + number, 49) for number in range(LIMITS.give_up_rounds))
 
 
-def test_bytes_on_their_way_are_waited_for_without_end():
-    count = int(4 * LIMITS.overdue_s)
-    assert rounds([hop(APPLIED), hop(WAITING, quiet_ms=5)], count) == [None] * count
+def test_bytes_on_their_way_are_waited_for_until_something_whole_should_have_come():
+    hops, count = [hop(APPLIED), hop(WAITING, quiet_ms=5)], int(2 * LIMITS.receives_s)  # rounds of half a second
+    verdicts = rounds(hops, count + LIMITS.give_up_rounds + 1)
+    assert verdicts[: count + 1] == [None] * (count + 1)
+    assert [each for each in verdicts if each] == [Stuck(1, again=True), Stuck(1, again=False)]
+
+
+def test_a_past_whose_pieces_come_is_waited_for_without_end():
+    watch = Rounds(LIMITS)
+    for second in range(int(4 * LIMITS.receives_s)):
+        hops = [hop(APPLIED), hop(WAITING, quiet_ms=5, length=second // 80)]
+        assert watch.judge(hops, [True, False], 7, float(second)) is None
 
 
 def test_busy_hop_that_finishes_any_job_is_waited_for():

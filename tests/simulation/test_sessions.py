@@ -289,6 +289,25 @@ def test_too_late_is_believed_near_the_steps_deadline() -> None:
     played(scenario, client=SessionLimits(watch=WatchLimits(patience_s=asks_never)))
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_hop_that_only_claims_to_receive_is_left(index: int) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, its_process = going.hosts[index], going.session.route[index].process
+
+        def lie(_: Any, message: Any, sent: Any) -> Any:
+            if isinstance(message, wire.Progress):
+                message = message.model_copy(update={"quiet_ms": 0})
+            return [(message, sent)]
+
+        liar.process.sends = lie
+        liar.process.takes = lambda _, message, sent: isinstance(message, wire.Step)
+        assert LIMITS.watch.receives_s < await going.say() < LIMITS.watch.receives_s + 10
+        assert going.failures() == [its_process]
+
+    played(scenario)
+
+
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_hop_that_only_claims_to_compute_is_avoided(rebuilds: bool) -> None:
     """What it says is what a busy hop says; more and more comes to it, and it has computed more each time."""
