@@ -70,7 +70,10 @@ def main() -> None:
         if options.count:
             columns, rows, samples, speed_up = speed_of(options.vocabulary, options.width, dtype, options.count)
         if options.states:
-            columns, rows, is_same = tokens_of(options.model, dtype, options.states)
+            compared = tokens_of(options.model, dtype, options.states)
+            is_same = compared[2]
+            if not options.count:  # a file has the table of one thing
+                columns, rows, _ = compared
     write_json(options.json, "head", SEED, samples, columns=columns, rows=rows, threads=torch.get_num_threads())
     if options.check and not is_same:
         sys.exit("a token is another one than the exact head's")
