@@ -204,8 +204,9 @@ def test_a_model_drafts_as_in_transformers(world, way):
     _, model, full = world
     expected = generated(full, **WAYS[way])
     small = beside(full, 0.05)
-    assert generated(model, assistant_model=small, **WAYS[way]) == expected
-    counts = model.last_speculation
+    with late(model, 0.05):  # else a busy machine may find drafting not worth its time
+        assert generated(model, assistant_model=small, **WAYS[way]) == expected
+        counts = model.last_speculation
     assert counts.right + counts.wrong > 0  # how many depends on how quick the draft model is beside the servers
     assert counts.tokens == 47
     assert generated(model, assistant_model=small, **WAYS[way]) == expected  # on the same draft model
@@ -237,7 +238,7 @@ def test_a_draft_model_guesses_what_sampling_is_about_to_draw(full, spare):
     """The draft is the model itself, so that every guess is right."""
     settings = {**SEEDED, "top_k": 40, "repetition_penalty": 1.2}
     expected = generated(full, **settings)
-    with spare.client() as model, late(model, 0.03):
+    with spare.client() as model, late(model, 0.1):
         assert generated(model, assistant_model=full, **settings) == expected
         counts = model.last_speculation
         assert counts.right > 20
