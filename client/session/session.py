@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 
 import structlog
 from torch import Tensor, cat
@@ -219,11 +218,11 @@ class Session:
     ) -> list[Tensor]:
         """Send chunks, as many at a time as keep all hops busy, and collect the wanted positions of each.
 
-        sent: those that were sent already. deadline: of the first chunks; a later one has a step's time from when it
-        is put. limit: moves with them.
+        sent: those that were sent already. deadline: of the first one. Each other has a step's time from the answer to
+        the one before it. limit: moves with the deadlines.
         """
-        began, repairs, limited = _now(), self._travel.restorer.repairs, deadline
-        waiting = deque(zip(sent, repeat(deadline)))
+        began, repairs, timeout_s = _now(), self._travel.restorer.repairs, self._plan.step_timeout_s
+        waiting, latest = deque(sent), deadline + len(sent) * timeout_s  # by which the next chunk may be answered
         outputs: list[Tensor] = []
         with self._watcher:
             try:
@@ -232,17 +231,15 @@ class Session:
                 while chunk is not None or waiting:
                     busy = len(self._circuit.layout.legs) + self._shared.limits.chunks.chunks_ahead
                     if chunk is not None and len(waiting) < min(busy, self._travel.steps.window):
-                        waiting.append((self._travel.steps.put(chunk, deadline), deadline))
+                        waiting.append(self._travel.steps.put(chunk, latest))
+                        latest += timeout_s
                         chunk = next(chunks, None)
                         continue
-                    ticket, due = waiting.popleft()
-                    if due != limited:
-                        limited = due
-                        limit.reschedule(due)
+                    outputs += await self._travel.collect(waiting.popleft(), deadline)
+                    if waiting or chunk is not None:
+                        deadline = _now() + timeout_s
+                        limit.reschedule(deadline)
                         self._watcher.forget_holders()  # of the chunk before: the route goes on
-                    outputs += await self._travel.collect(ticket, due)
-                    if chunk is not None:
-                        deadline = _now() + self._plan.step_timeout_s
             finally:
                 self._travel.steps.clear()
         if self._travel.restorer.repairs == repairs and tokens == 1:

@@ -76,11 +76,12 @@ class Steps:
             self._journal.add(Entry(self._outbox.last_answered, None, Past(0, past)))
 
     def put(self, chunk: Chunk, deadline: float, *, skips: bool = False) -> Ticket:
-        """Send a part of a step, as soon as there is room for it. deadline: in the loop's time.
+        """Send a part of a step, as soon as there is room for it. deadline: in the loop's time; hops leave it then.
 
         skips: hops need not compute the steps before it that it takes back. All of those must be forgotten guesses.
         """
         budget_ms = max(1, int(1000 * (deadline - self._loop.time())))
+        budget_ms = min(budget_ms, 24 * 3600 * 1000)  # the most that a message can say
         ticket = self._outbox.put(
             chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms, skips=skips
         )
