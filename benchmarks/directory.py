@@ -31,7 +31,7 @@ MODEL = key_id(span_key(NETWORK, ROOT))
 HOUR_S = 3600.0
 BYTES_MAX = 256 << 10  # of one look-up
 MESSAGES_MAX = 50.0  # a second and node, of announcements
-ROUTES = "route / best route, mean", "a new client's route / with all servers, median"
+ROUTES = "route / best route, mean", "a new client's route / with all servers, mean"
 RATIO_MAX = 1.05
 SUCCESS_MIN = 0.99
 

@@ -163,7 +163,7 @@ class LookUps:
             "route / best route, median": round(statistics.median(found), 4),
             "route / best route, mean": round(statistics.mean(found), 4),
             "route / best route, worst": round(max(found), 4),
-            "a new client's route / with all servers, median": round(statistics.median(self.new), 4),
+            "a new client's route / with all servers, mean": round(statistics.mean(self.new), 4),
         }
 
 
