@@ -121,6 +121,13 @@ def test_prompt_whose_chunks_come_in_time_takes_longer_than_a_step_may(step_s: f
     played(scenario, plan=replace(PLAN, step_timeout_s=step_timeout_s), client=small_chunks(1))
 
 
+def test_chunks_of_a_prompt_ask_for_no_more_time_than_a_message_can_say() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(12)
+
+    played(scenario, plan=replace(PLAN, step_timeout_s=24 * 3600.0), client=small_chunks(1))
+
+
 def test_prompts_chunk_is_answered_within_a_steps_time() -> None:
     step_timeout_s, step_s = 20.0, 1.0
 
