@@ -62,7 +62,7 @@ class Accounts:
         limits = self._limits_of(peer)
         if (wait_s := self.of(peer).openings.take(now)) > 0:
             return Declined("busy", f"more than {limits.openings_per_s:.0f} openings a second", wait_s)
-        if (wait_s := self._openings.take(now)) > 0:
+        if peer not in self._gateways and (wait_s := self._openings.take(now)) > 0:
             return Declined("busy", f"more than {limits.all_openings_per_s:.0f} openings a second by all peers", wait_s)
         return None
 

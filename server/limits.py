@@ -59,8 +59,11 @@ class AccountLimits:
     )
     openings_per_s: float = limit(8.0, "openings/s", "of one peer, reroutes included: they make caches and connections")
     openings_burst: float = limit(64.0, "openings", "of them at once")
-    all_openings_per_s: float = limit(100.0, "openings/s", "of all peers together")
+    all_openings_per_s: float = limit(100.0, "openings/s", "of all peers together but gateways")
     all_openings_burst: float = limit(96.0, "openings", "of them at once")
+    opening_messages: float = limit(
+        4.0, "messages", "of a gateway for each opening, which are read at once: a repair's"
+    )
 
 
 @dataclass(frozen=True, slots=True)

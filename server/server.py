@@ -42,7 +42,7 @@ class ServerLimits:
     """Bounds on one server, and on what peers ask of it."""
 
     inflow_share: float = limit(2.0, "times", "activations are read so much faster than the span computes a prefill")
-    inflow_bytes_per_s_min: float = limit(4.0 * 2**20, "bytes/s", "are read at least, however slow the span is")
+    inflow_bytes_per_s_min: float = limit(16.0 * 2**20, "bytes/s", "are read at least, however slow the span is")
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     handler: HandlerLimits = field(default_factory=HandlerLimits)
 
@@ -111,6 +111,10 @@ class Server:
 
     async def start(self) -> None:
         """Accept channels from now on."""
+        limits = self.options.limits.handler
+        for peer, gateway in limits.gateways.items():
+            per_opening = limits.accounts.opening_messages
+            self.listener.flow.grant(peer, per_opening * gateway.openings_per_s, per_opening * gateway.sessions)
         await self.listener.start(self.traversal.before(self.handler.on_message), self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 

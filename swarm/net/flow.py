@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -58,7 +59,13 @@ class FlowControl:
         self.read = SharedBudget(reading.all_bytes_per_s, reading.all_bytes_burst)
         self.keepalives = TokenBucket(keepalives.all_per_s, keepalives.all_burst)
         self._allowances: WeakValueDictionary[str, Allowance] = WeakValueDictionary()
+        self._granted: dict[str, Allowance] = {}
+
+    def grant(self, peer: str, idle_per_s: float, idle_burst: float) -> None:
+        """Let a known peer send so many messages that move no session forward, from its next channel on."""
+        reading = replace(self.limits.reading, idle_per_s=idle_per_s, idle_burst=idle_burst)
+        self._granted[peer] = Allowance(replace(self.limits, reading=reading))
 
     def allowance(self, peer: str, otherwise: Allowance) -> Allowance:
         """Return the allowance of a proven peer's channels; `otherwise`, if it has no other channel."""
-        return self._allowances.setdefault(peer, otherwise)
+        return self._granted.get(peer) or self._allowances.setdefault(peer, otherwise)

@@ -234,21 +234,25 @@ async def test_who_leaves_early_is_charged_with_the_prompt(starts):
     assert account.prompt == 37
 
 
-async def test_a_client_that_does_not_read_is_left():
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_client_that_does_not_read_is_left(is_silent):
+    """Also one that has read the beginning, of an answer that waits for its next token."""
     closed = asyncio.Event()
 
     async def chunks():
         try:
+            yield b"x"
             while True:
+                await asyncio.sleep(60.0 if is_silent else 0.0)
                 yield b"x"
         finally:
             closed.set()
 
     async def unread(message):
-        if message["type"] == "http.response.body":
+        if message["type"] == "http.response.body" and (message["body"] != b"x" or not is_silent):
             await asyncio.Event().wait()
 
-    response = await streamed(chunks(), lambda problem: b"", StreamLimits(unread_s=0.05))
+    response = await streamed(chunks(), lambda problem: b"", StreamLimits(unread_s=0.05, keep_alive_s=0.1))
     async with asyncio.timeout(10):
         with pytest.raises(ClientDisconnect):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, unread)

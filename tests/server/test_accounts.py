@@ -58,6 +58,19 @@ def test_a_crowd_opens_no_more_than_all_peers_may():
     assert "by all peers" in refused(accounts.charge_opening("one more", NOW)).why
 
 
+def test_a_gateways_openings_are_bounded_by_its_own_rate_alone():
+    """When a hop dies, all of a gateway's sessions are rerouted at once."""
+    allowance = GatewayAllowance(sessions=512, openings_per_s=500.0, steps_per_s=2000.0)
+    accounts = Accounts(gateways={"gateway": allowance})
+    for _ in range(int(3 * LIMITS.all_openings_burst)):
+        assert accounts.charge_opening("gateway", NOW) is None
+    for number in range(int(LIMITS.all_openings_burst)):
+        assert accounts.charge_opening(str(number), NOW) is None
+    for _ in range(int(allowance.of(LIMITS).openings_burst - 3 * LIMITS.all_openings_burst)):
+        assert accounts.charge_opening("gateway", NOW) is None
+    assert "500 openings a second" in refused(accounts.charge_opening("gateway", NOW)).why
+
+
 def test_settled_accounts_are_forgotten_and_others_are_not():
     accounts = Accounts()
     accounts.charge_opening("a", NOW)

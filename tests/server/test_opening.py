@@ -12,7 +12,7 @@ from swarm.blocks import Blocks
 from swarm.dht.records import sign_announcement
 from swarm.identity import Identity
 from swarm.model.span import Span, SpanLimits
-from swarm.protocol.messages import Close, Failed, Opened, Reroute, Rerouted
+from swarm.protocol.messages import Close, Failed, Inquiry, Opened, Reroute, Rerouted
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.limits import AdmissionLimits, HandlerLimits, HostedLimits
 from swarm.server.server import ServerLimits
@@ -204,6 +204,20 @@ async def test_gateway_has_the_sessions_that_the_operator_allows(loaded: Loaded,
         assert code(await owner.ask(first, open_for(first))) == "no_room"
         await opened(stranger, first)
         assert code(await stranger.ask(first, open_for(first))) == "no_room"
+
+
+async def test_a_gateways_messages_are_read_at_once(loaded: Loaded, owner: Peer, stranger: Peer):
+    """Those of a repair move no session forward: of strangers only so many are read in a second."""
+    allowance = {owner.me.identity.peer_id: GatewayAllowance(sessions=60, openings_per_s=60.0, steps_per_s=2000.0)}
+    async with serving(loaded, FIRST, limits=ServerLimits(handler=HandlerLimits(gateways=allowance))) as first:
+        first.server.listener.flow.idle.owe(asyncio.get_running_loop().time(), 1e9)  # a crowd has used what is shared
+        many = 2 * int(first.server.listener.flow.limits.reading.idle_burst)
+        for asker in (stranger, owner):
+            request = await opened(asker, first)
+            for _ in range(many):
+                (await asker.to(first)).send(Inquiry(session=request.session, epoch=request.epoch))
+        await until(lambda: owner.inbox.qsize() == many)
+        assert stranger.inbox.qsize() < many
 
 
 async def test_a_session_that_will_soon_lack_room_is_not_opened(first: Site, owner: Peer, stranger: Peer):

@@ -95,33 +95,54 @@ class _Pulse:
         self._beat: Message = {"type": "http.response.body", "body": beat, "more_body": True}
         self._every_s, self._unread_s = limits.keep_alive_s, limits.unread_s
         self._now = asyncio.get_running_loop().time
-        self._quiet_since: float | None = None  # no message before the first; None while one is on its way
+        self._sending = 0  # messages that are on their way
+        self._since = self._now()  # that is so
+        self._is_open = False  # between the first message and the last
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer. Raises TimeoutError where nobody reads."""
-        self._quiet_since = None
-        async with asyncio.timeout(self._unread_s):
+        """Send a message of the answer."""
+        self._sending += (
+            1  # `_beats` looks at this now and then: a deadline for each message takes as long as sending it
+        )
+        self._since = self._now()
+        try:
             await self._send(message)
-        self._quiet_since = self._now() if message.get("more_body", True) else None
+        finally:
+            self._sending -= 1
+        self._since = self._now()
+        self._is_open = message.get("more_body", True)
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Do so in this block."""
-        beats = asyncio.ensure_future(self._beats())
-        try:
-            yield
-        finally:
-            beats.cancel()
-            await asyncio.wait({beats})
-            if not beats.cancelled():
-                beats.exception()  # the client is gone, which the answer's own messages meet, too
+        """Do so in this block. Raises TimeoutError in it where nobody reads."""
+        async with asyncio.timeout(None) as reading:
+            beats = asyncio.ensure_future(self._beats(reading))
+            try:
+                yield
+            finally:
+                beats.cancel()
+                await asyncio.wait({beats})
+                if not beats.cancelled():
+                    beats.exception()  # the client is gone, which the answer's own messages meet, too
 
-    async def _beats(self) -> None:
+    async def _beats(self, reading: asyncio.Timeout) -> None:
+        often_s = min(self._every_s, self._unread_s)
         while True:
-            due = self._now() if self._quiet_since is None else self._quiet_since
-            await asyncio.sleep(max(0.0, due + self._every_s - self._now()))
-            if self._quiet_since is not None and self._now() >= self._quiet_since + self._every_s:
+            now = self._now()
+            due = self._since + (self._unread_s if self._sending else self._every_s)
+            if now < due or not (self._sending or self._is_open):
+                await asyncio.sleep(min(due - now, often_s) if now < due else often_s)
+            elif self._sending or not await self._beaten():
+                return reading.reschedule(self._now())
+
+    async def _beaten(self) -> bool:
+        """Send a message that says nothing. Returns whether it was taken in time."""
+        try:
+            async with asyncio.timeout(self._unread_s):
                 await self.send(self._beat)
+        except TimeoutError:
+            return False
+        return True
 
 
 async def streamed(
