@@ -29,11 +29,16 @@ def _follow(server: LocalProcess) -> None:
 
 
 def _prioritise(server: LocalProcess, nice: int) -> None:
-    """Give all threads of a server and of its children a nice value. On Linux a child's session competes as a whole."""
-    with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+    """Give all threads of a server and of its children a nice value. On Linux a session of its own competes as a whole.
+
+    Threads and children that end meanwhile are left out: the others must not keep their value.
+    """
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(server.process.pid)
         for each in (process, *process.children()):
-            for thread in each.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, nice)
-            if each is not process:
-                Path(f"/proc/{each.pid}/autogroup").write_text(str(nice))
+            with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+                for thread in each.threads():
+                    with suppress(ProcessLookupError):
+                        os.setpriority(os.PRIO_PROCESS, thread.id, nice)
+                if os.getsid(each.pid) != os.getsid(0):
+                    Path(f"/proc/{each.pid}/autogroup").write_text(str(nice))
