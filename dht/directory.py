@@ -109,6 +109,10 @@ class Directory:
         self._announced: dict[tuple[str, Span], _Own] = {}
         self.seen: dict[str, int] = {}  # by root of what is announced: servers in the last survey
 
+    def now(self) -> float:
+        """Return the time by which records are judged, in seconds since 1970."""
+        return self._clock()
+
     async def announce(self, announcement: Announcement) -> Published:
         """Sign and store an announcement of one of our spans, to live for 60 s from now.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random, SystemRandom
@@ -20,6 +20,7 @@ from swarm.client.planning.request import Request, key_and_process
 from swarm.client.planning.route import Hop, Route, process_of
 from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
+from swarm.dht.records import SignedAnnouncement
 from swarm.errors import NetworkError, NoRoute
 from swarm.limits import limit
 from swarm.protocol.tensors import Coding
@@ -31,6 +32,7 @@ class RouterLimits:
 
     survey_age_s: float = limit(10.0, "s", "a new route is planned from a reading that is no older")
     survey_fresh_s: float = limit(1.0, "s", "a younger reading counts as the present state of the directory")
+    ended_s: float = limit(0.5, "s", "a repair waits for other records where it has those of ended processes alone")
     early_s: float = limit(0.1, "s", "interval at which a waiting repair tries the records that have come so far")
     rtts_max: int = limit(1024, "peers", "measured round trips that are remembered, the latest ones")
 
@@ -55,6 +57,10 @@ class Avoided(Protocol):
     @property
     def processes(self) -> tuple[str, ...]:
         """Processes to avoid now, the latest failure first."""
+        ...
+
+    def ended(self, servers: Iterable[SignedAnnouncement], wall_now: float) -> tuple[str, ...]:
+        """Return further ones that have announced nothing since they failed, the latest first."""
         ...
 
     @property
@@ -136,7 +142,7 @@ class Router:
         if reading is not Reading.FIRST:
             if reading is Reading.BESIDE:
                 self.surveys.begin()
-            return self._planned(request, self.surveys.latest, draws)
+            return await self._without_ended(self._planned(request, self.surveys.known(), draws), request, draws)
         try:
             looking = self.surveys.begin()
             if repairing and (found := await self._found_early(request, looking, draws)) is not None:
@@ -148,6 +154,23 @@ class Router:
             return self._planned_unread(request, error, draws)
         return self._planned(request, survey, draws)
 
+    async def _without_ended(self, found: Route, request: Request, draws: Random | None) -> Route:
+        """Return another route for one of processes that seem to have ended, if the look-up under way soon brings one.
+
+        Each of them may take seconds to be told from a live one.
+        """
+        now = asyncio.get_running_loop().time
+        until = now() + self.limits.ended_s
+        while (looking := self.surveys.looking) is not None and (left_s := until - now()) > 0:
+            ended = self._avoided.ended(self.surveys.latest.servers, self._directory.now())
+            if not any(hop.process in ended for hop in found.hops):
+                break
+            heard = self.surveys.n_heard
+            await asyncio.wait({looking}, timeout=min(left_s, self.limits.early_s))
+            if looking.done() or self.surveys.n_heard != heard:
+                found = self._planned(request, self.surveys.known(), draws)
+        return found
+
     async def _found_early(
         self, request: Request, looking: "asyncio.Task[Survey]", draws: Random | None
     ) -> Route | None:
@@ -158,11 +181,8 @@ class Router:
             if looking.done() or self.surveys.n_heard == tried:
                 continue
             tried = self.surveys.n_heard
-            survey = self.surveys.merged()
             with contextlib.suppress(NoRoute):
-                found = self._planned(request, survey, draws)
-                self.surveys.adopt(survey)
-                return found
+                return self._planned(request, self.surveys.known(), draws)
         return None
 
     def _planned_unread(self, request: Request, unread: NetworkError, draws: Random | None) -> Route:
@@ -175,7 +195,7 @@ class Router:
 
     def _planned(self, request: Request, survey: Survey, draws: Random | None) -> Route:
         """Plan without the processes that failed lately; if that fails, without as many of the latest as possible."""
-        lately = [process for process in self._avoided.processes if process not in request.avoid]
+        lately = [process for process in self._left_out(survey) if process not in request.avoid]
 
         def without(count: int) -> Route:
             asked = replace(request, servers=survey.servers, avoid={*request.avoid, *lately[:count]})
@@ -193,6 +213,10 @@ class Router:
             except NoRoute:
                 most = count
         return found
+
+    def _left_out(self, survey: Survey) -> tuple[str, ...]:
+        """Return the processes that failed lately, and those that seem to have ended."""
+        return *self._avoided.processes, *self._avoided.ended(survey.servers, self._directory.now())
 
     def renewed(self, hop: Hop) -> Hop:
         """Return the hop with the newest record of its process in the latest survey: sessions outlive records."""
@@ -213,9 +237,10 @@ class Router:
         crossings: the repairs of its session that brought blocks into another numeric class.
         """
         self.remember(hops)
-        avoid = set(self._avoided.processes) - {hop.process for hop in hops}
+        survey = self.surveys.latest
+        avoid = set(self._left_out(survey)) - {hop.process for hop in hops}
         request = self._request(Blocks(hops[0].blocks.start, hops[-1].blocks.stop), avoid)
-        request = replace(request, servers=self.surveys.latest.servers)
+        request = replace(request, servers=survey.servers)
         return ExplainedRoute.of(estimated(hops, request), request, crossings)
 
     def remember(self, hops: Sequence[Hop]) -> None:

@@ -16,11 +16,17 @@ class Surveys:
         self._directory, self._root, self._n_blocks = directory, root, n_blocks
         self._reading: asyncio.Task[Survey] | None = None
         self._heard: dict[bytes, Entry] = {}  # by the look-up that is under way
+        self._n_merged = 0  # of them, in the latest survey
 
     @property
     def age_s(self) -> float:
         """How long ago the directory was read; infinite where it never was."""
         return asyncio.get_running_loop().time() - self._read_at
+
+    @property
+    def looking(self) -> "asyncio.Task[Survey] | None":
+        """The look-up that is under way."""
+        return None if self._reading is None or self._reading.done() else self._reading
 
     @property
     def n_heard(self) -> int:
@@ -38,16 +44,15 @@ class Surveys:
             self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
         return self._reading
 
-    def merged(self) -> Survey:
-        """Return the latest survey with the records of the look-up that is under way."""
-        return self._directory.updated(self.latest, self._root, self._n_blocks, self._heard.values())
-
-    def adopt(self, survey: Survey) -> None:
-        """Take a survey from `merged` for the latest one, until the look-up has ended."""
-        self.latest = survey
+    def known(self) -> Survey:
+        """Return the latest survey, with the records that the look-up under way has brought so far."""
+        if self.looking is not None and self.n_heard != self._n_merged:
+            self._n_merged = self.n_heard
+            self.latest = self._directory.updated(self.latest, self._root, self._n_blocks, self._heard.values())
+        return self.latest
 
     async def _read(self) -> Survey:
-        self._heard = {}
+        self._heard, self._n_merged = {}, 0
         self.latest = await self._directory.survey(self._root, self._n_blocks, self._hear)
         self._read_at = asyncio.get_running_loop().time()
         return self.latest

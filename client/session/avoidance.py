@@ -4,11 +4,13 @@ If several hops fall silent, and no peer is heard since, the client itself is cu
 it holds nothing against any hop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from swarm.client.planning.route import process_of
 from swarm.client.session.limits import AvoidanceLimits
 from swarm.client.session.standing import Edge
+from swarm.dht.records import SignedAnnouncement
 
 
 @dataclass(slots=True)
@@ -89,6 +91,20 @@ class Avoidance:
             (entry.failed_at, key) for key, entry in self._entries.items() if isinstance(key, str) and now < entry.until
         ]
         return tuple(key for _, key in sorted(found, reverse=True))
+
+    def ended(self, servers: Iterable[SignedAnnouncement], wall_now: float) -> tuple[str, ...]:
+        """Return the other processes of these servers that have announced nothing since they failed, the latest first.
+
+        Most of them have ended. A server announces itself several times within the life of a record, so one that lives
+        is soon taken again. One whose clock is ahead of `wall_now` may seem to have announced itself since.
+        """
+        now, newest, of = self._clock(), dict[str, float](), self._entries
+        failed = {k: e.failed_at for k, e in of.items() if isinstance(k, str) and e.failures and now >= e.until}
+        for each in servers if failed else ():
+            if (process := process_of(each.announcement)) in failed:
+                newest[process] = max(each.announcement.issued, newest.get(process, 0.0))
+        found = [process for process, issued in newest.items() if wall_now - issued >= now - failed[process]]
+        return tuple(sorted(found, key=lambda process: (failed[process], process), reverse=True))
 
     @property
     def failures(self) -> dict[str, int]:

@@ -1,7 +1,11 @@
 """Whom a client does without, and for how long."""
 
+from dataclasses import replace
+
+from swarm.client.planning.route import process_of
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.limits import AvoidanceLimits
+from tests.client.test_route import server
 
 LIMITS = AvoidanceLimits()
 
@@ -120,3 +124,27 @@ def test_one_hop_that_two_sessions_miss_is_one():
     for since in (1000.0, 1000.1):
         avoidance.lost("a", since)
     assert not avoidance.cut_off
+
+
+def test_a_process_seems_to_have_ended_until_it_announces_itself_anew():
+    """A server that has ended is in the directory for as long as its record lives."""
+    clock, one, other = Clock(), server(0, 6), server(0, 6)
+    avoidance, process, issued = Avoidance(clock, clock), process_of(one.announcement), one.announcement.issued
+    clock.now += 5.0
+    avoidance.failed(process)
+    assert (avoidance.processes, avoidance.ended([one, other], issued + 5.0)) == ((process,), ())
+    clock.now += 10 * LIMITS.avoid_s
+    wall_now = issued + 5.0 + 10 * LIMITS.avoid_s
+    assert avoidance.processes == ()
+    assert avoidance.ended([one, other], wall_now) == (process,)
+    later = [replace(one, announcement=one.announcement.model_copy(update={"issued": issued + s})) for s in (3.0, 7.0)]
+    assert avoidance.ended([later[0], one, other], wall_now) == (process,)
+    assert avoidance.ended([one, later[1], other], wall_now) == ()
+
+
+def test_a_refusal_says_nothing_of_a_record():
+    clock, one = Clock(), server(0, 6)
+    avoidance = Avoidance(clock, clock)
+    avoidance.declined(process_of(one.announcement), 1.0)
+    clock.now += 2.0
+    assert avoidance.ended([one], one.announcement.issued + 60.0) == ()

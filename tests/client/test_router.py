@@ -1,6 +1,7 @@
 """What a router plans with: the processes that it avoids, and how old a reading of the directory may be."""
 
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,6 +34,10 @@ class Reads:
     def __init__(self, *servers):
         self.servers, self.surveys, self.others, self.silent = servers, 0, (), False
         self.early, self.takes_s = (), 0.0
+        self.began = time.time() - asyncio.get_running_loop().time()
+
+    def now(self):
+        return self.began + asyncio.get_running_loop().time()
 
     async def survey(self, root, n_blocks, heard):
         self.surveys += 1
@@ -132,6 +137,41 @@ async def test_a_repair_reads_the_directory_beside_its_plan():
     await asyncio.sleep(0.01)
     assert directory.surveys == 2
     assert await planned(router, (), HELD) == [new]
+
+
+async def test_a_repairs_next_attempt_knows_the_records_that_have_come():
+    """Of a look-up that is under way: dead nodes may delay its end, while a spare's record is there."""
+    old, new = server(0, 6, tps=1.0), server(0, 6, tps=100.0)
+    router, directory, _ = router_of(old)
+    assert await planned(router) == [old]
+    await asyncio.sleep(HOUR_S)
+    directory.takes_s, directory.early = 2.0, (new,)
+    assert await planned(router, (), HELD) == [old]
+    await asyncio.sleep(0.01)
+    assert await planned(router, (), HELD) == [new]
+    assert directory.surveys == 2
+    await asyncio.sleep(3.0)
+    assert router.surveys.latest.servers == (old,), "the whole look-up has the last word"
+
+
+async def test_a_repair_waits_a_moment_where_it_knows_ended_processes_alone():
+    ended, new = server(0, 6, tps=1.0), server(0, 6, tps=1.0)
+    router, directory, avoidance = router_of(ended)
+    (hop,) = await router.plan(Blocks(0, 6))
+    avoidance.failed(hop.process)
+    await asyncio.sleep(LIMITS.survey_fresh_s)
+    directory.takes_s, began = 10 * LIMITS.ended_s, asyncio.get_running_loop().time()
+    assert await planned(router, (), HELD) == [ended], "it failed just now: perhaps only a connection broke"
+    assert elapsed_s(began) == 0.0
+    await asyncio.sleep(HOUR_S)
+    began = asyncio.get_running_loop().time()
+    assert await planned(router, (), HELD) == [ended]
+    assert elapsed_s(began) == pytest.approx(LIMITS.ended_s)
+    directory.takes_s, directory.servers = LIMITS.ended_s / 4, (ended, new)
+    await asyncio.sleep(HOUR_S)
+    began = asyncio.get_running_loop().time()
+    assert await planned(router, (), HELD) == [new]
+    assert elapsed_s(began) < LIMITS.ended_s
 
 
 async def test_a_cut_off_repair_does_not_wait_for_the_directory():
