@@ -183,10 +183,11 @@ class Models:
 
     async def _load(self, name: str, checkpoint: Checkpoint) -> Loaded:
         async with self._room:
-            await self._make_room(name, await self._loader.n_bytes(checkpoint))
+            if await self._make_room(name, await self._loader.n_bytes(checkpoint)):
+                gc.unfreeze()  # they are garbage now, cycles and all
+                gc.collect()
+                return_free_memory()
             _log.info("loading", model=name)
-            gc.unfreeze()  # models that have left are garbage, cycles and all
-            gc.collect()
             loaded = await self._loader.load(name, checkpoint)
             gc.freeze()  # collections among present objects took a tenth of the time of eight streams
             if self._checkpoints.get(name) is checkpoint:
@@ -196,8 +197,8 @@ class Models:
         _log.info("loaded", model=name, memory_mb=loaded.resident.n_bytes >> 20)
         return loaded
 
-    async def _make_room(self, name: str, needed: int) -> None:
-        """Let models leave until one more fits. Raises Rejected."""
+    async def _make_room(self, name: str, needed: int) -> bool:
+        """Let models leave until one more fits. Returns whether some have left. Raises Rejected."""
         most = self._bytes_max
         if needed > most:
             why = f"embeddings and head of {name!r} take {needed >> 20} MiB, and --ends-memory allows {most >> 20} MiB"
@@ -211,8 +212,7 @@ class Models:
         for leaver in [key for key, loaded in self._loaded.items() if loaded.resident in gone]:
             _log.info("unloading", model=leaver)
             await self._loaded.pop(leaver).resident.retire()
-        if gone:
-            return_free_memory()
+        return bool(gone or self._retired)
 
 
 @asynccontextmanager

@@ -1,7 +1,9 @@
 """Models come and go: loaded when asked for, unloaded by bytes, listed as the swarm announces them."""
 
 import asyncio
+import gc
 import shutil
+import weakref
 from collections import namedtuple
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
@@ -134,8 +136,15 @@ async def test_memory_holds_as_many_models_as_are_allowed(swarm, folders):
         await got(models, "llama")
         await got(models, "second")
         await got(models, "llama")
+        engine = (await got(models, "second")).backend.engine
+        engine.cycle = [engine]
+        second = weakref.ref(engine)
+        del engine
+        gc.freeze()  # as the next loading does
+        await got(models, "llama")
         await got(models, "third")
         assert [model.name for model in models.loaded()] == ["llama", "third"]
+        assert second() is None, "what a model held is free when the next one is loaded"
         assert b"swarm_gateway_models_loaded 2.0" in recorder.text()
         assert (await got(models, "second")).name == "second"  # it comes back
 
