@@ -237,7 +237,7 @@ async def test_who_leaves_early_is_charged_with_the_prompt(starts):
 @pytest.mark.parametrize("is_silent", [False, True])
 async def test_a_client_that_does_not_read_is_left(is_silent):
     """Also one that has read the beginning, of an answer that waits for its next token."""
-    closed = asyncio.Event()
+    closed, blocked = asyncio.Event(), []
 
     async def chunks():
         try:
@@ -250,6 +250,7 @@ async def test_a_client_that_does_not_read_is_left(is_silent):
 
     async def unread(message):
         if message["type"] == "http.response.body" and (message["body"] != b"x" or not is_silent):
+            blocked.append(message["body"])
             await asyncio.Event().wait()
 
     response = await streamed(chunks(), lambda problem: b"", StreamLimits(unread_s=0.05, keep_alive_s=0.1))
@@ -257,6 +258,7 @@ async def test_a_client_that_does_not_read_is_left(is_silent):
         with pytest.raises(ClientDisconnect):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, unread)
     assert closed.is_set()
+    assert len(blocked) == 1, "nothing is sent beside a message that is not taken"
 
 
 # Connections

@@ -101,9 +101,7 @@ class _Pulse:
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer."""
-        self._sending += (
-            1  # `_beats` looks at this now and then: a deadline for each message takes as long as sending it
-        )
+        self._sending += 1  # `_beats` looks at it now and then, so messages need no deadlines of their own
         self._since = self._now()
         try:
             await self._send(message)
@@ -126,14 +124,15 @@ class _Pulse:
                     beats.exception()  # the client is gone, which the answer's own messages meet, too
 
     async def _beats(self, reading: asyncio.Timeout) -> None:
-        often_s = min(self._every_s, self._unread_s)
+        often_s = min(self._every_s, self._unread_s)  # meanwhile a message may be on its way, or taken
         while True:
-            now = self._now()
-            due = self._since + (self._unread_s if self._sending else self._every_s)
-            if now < due or not (self._sending or self._is_open):
-                await asyncio.sleep(min(due - now, often_s) if now < due else often_s)
-            elif self._sending or not await self._beaten():
+            wait_s = self._since + (self._unread_s if self._sending else self._every_s) - self._now()
+            if wait_s > 0:
+                await asyncio.sleep(min(wait_s, often_s))
+            elif self._sending or (self._is_open and not await self._beaten()):
                 return reading.reschedule(self._now())
+            else:
+                self._since = self._now()  # nothing is due before the first message and behind the last
 
     async def _beaten(self) -> bool:
         """Send a message that says nothing. Returns whether it was taken in time."""
