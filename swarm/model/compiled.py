@@ -12,7 +12,8 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -202,6 +203,14 @@ class Rounding:
     engine: object
 
 
+_compiling = threading.Lock()  # or two threads would compile the same
+
+
+def prepare_kernels(kinds: Iterable[Weights | Half]) -> None:
+    """Compile the kernels for some kinds of weights beside the caller, which reads files meanwhile."""
+    threading.Thread(target=lambda: [kernels(weights) for weights in kinds], name="compile", daemon=True).start()
+
+
 @cache
 def kernels(weights: Weights | Half) -> CompiledKernels | None:
     """Return the kernels for a kind of weights, compiled once in a process.
@@ -211,9 +220,10 @@ def kernels(weights: Weights | Half) -> CompiledKernels | None:
     if not is_installed() or not _may_make_code():
         return None
     try:
-        found = _kernels()
-        if found is not None:
-            found.prepare(weights)
+        with _compiling:
+            found = _kernels()
+            if found is not None:
+                found.prepare(weights)
     except Exception as error:  # noqa: BLE001 - a library that does not load or compile; torch computes the same bits
         _log.warning("no compiled products", weights=weights, why=str(error)[:200] or repr(error))
         return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from swarm.model.compiled import Packed, kernels
 from swarm.model.integer import IntegerFormat, RoundedMatrix, joined, split
+from swarm.model.vectorcode import Weights
 from swarm.model.writing import Layout
 
 
@@ -47,7 +48,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 class IntegerMatrix(RoundedMatrix):
     """A weight [out, in] in int8."""
 
-    weights: ClassVar[str] = "int8"
+    weights: ClassVar[Weights] = "int8"
 
     def __init__(self, integers: Tensor, scales: Tensor) -> None:
         """integers: int8 [out, in]. scales: float32 [out]."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from swarm.limits import limit
 from swarm.model.compiled import Packed, Search, kernels
 from swarm.model.integer import IntegerFormat, RoundedMatrix, joined, products, split
+from swarm.model.vectorcode import Weights
 from swarm.model.writing import Layout
 
 
@@ -170,7 +171,7 @@ def n_blocks(n_inputs: int) -> int:
 class FourBitMatrix(RoundedMatrix):
     """A weight [out, in] in int4."""
 
-    weights: ClassVar[str] = "int4"
+    weights: ClassVar[Weights] = "int4"
 
     def __init__(
         self,

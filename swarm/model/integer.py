@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm.limits import limit
+from swarm.model.vectorcode import Weights
 from swarm.model.writing import Layout
 
 
@@ -80,7 +81,7 @@ def joined(both: Tensor, peak: Tensor) -> Tensor:
 class RoundedMatrix(ABC):
     """A weight [out, in] that is held in integers."""
 
-    weights: ClassVar[str]  # in the name of a numeric class
+    weights: ClassVar[Weights]  # in the name of a numeric class
     rounds: ClassVar[bool] = True  # whether it is made of plain weights
 
     def __init__(self, n_outputs: int, n_inputs: int) -> None:

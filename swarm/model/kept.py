@@ -1,6 +1,6 @@
 """A span's rounded weights between the model and the cache on disk: which tensors a block's file has, and how named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,7 @@ class Kept:
         rounded anew each time.
         """
         tensors: dict[str, Tensor] = {}
-        matrices: dict[str, RoundedMatrix] = {}
+        read: list[_Reader] = []
         kept = {part: content for part, content in self._parts.items() if all(map(stays, content.names))}
         for part, content in kept.items():
             reader = _Reader(content)
@@ -87,11 +87,12 @@ class Kept:
             if found is None:
                 self._lacking[part] = content
                 continue
-            matrices |= reader.matrices
+            read.append(reader)
             tensors |= {name: found[name] for name in content.plain}
             tensors |= {name: nothing(torch.Size(shape), self._dtype) for name, shape in content.rounded.items()}
         self.is_complete = len(kept) == len(self._parts) and not self._lacking
-        return tensors, matrices
+        # Not as they are read: kernels may be compiled meanwhile, which tell what a matrix is.
+        return tensors, {name: matrix for reader in read for name, matrix in reader.matrices()}
 
     def remember(self, model: PreTrainedModel) -> None:
         """Give the cache the parts that it lacked. model: with its rounded weights, made of verified ones."""
@@ -103,15 +104,14 @@ class Kept:
 
 
 class _Reader:
-    """Makes matrices of a file's tensors as they are read, so that they are not held twice."""
+    """Takes a file's tensors as they are read, and makes matrices of them."""
 
     def __init__(self, content: Part) -> None:
-        self.matrices: dict[str, RoundedMatrix] = {}
         self.names = content.plain.keys() | {
             each for name, form in content.matrices.items() for each in _layouts(name, form)
         }
         self._content = content
-        self._first: dict[str, Tensor] = {}  # parts of a matrix whose others are still to come
+        self._parts: dict[str, Tensor] = {}
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
         """Take a tensor. Raises MalformedWeights."""
@@ -124,10 +124,13 @@ class _Reader:
         layouts = _layouts(whole, form)
         if layouts[name] != (tensor.dtype, tuple(tensor.shape)):
             raise MalformedWeights(f"{name} has another shape")
-        self._first[name] = tensor
-        if layouts.keys() <= self._first.keys():
-            self.matrices[whole] = form.kind.restored(form.size, [self._first.pop(each) for each in layouts])
+        self._parts[name] = tensor
         return tensor.new_empty(0)
+
+    def matrices(self) -> Iterator[tuple[str, RoundedMatrix]]:
+        """Make the matrices, once: the parts of each are let go of, so that they are not held twice."""
+        for name, form in self._content.matrices.items():
+            yield name, form.kind.restored(form.size, [self._parts.pop(each) for each in _layouts(name, form)])
 
 
 def _layouts(name: str, form: Form) -> dict[str, Layout]:

@@ -66,9 +66,8 @@ def load_span(
     """
     checkpoint.check(blocks)
     leave_out_planned_attention(torch.device(device))
-    rounding = None
+    rounding, hollow = None, skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
     if quantize is not None:
-        hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
         matrix = matrix_for(quantize)
         refuse_to_quantise(checkpoint, hollow, blocks, quantize)  # before anything is downloaded
         wanted = expected_dtype(checkpoint, dtype)
@@ -79,9 +78,11 @@ def load_span(
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow), matrix)
             kept = Kept(rounded, key, parts, wanted)
         rounding = Rounding(hollow, blocks, wanted, matrix, kept)
-    span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
+    model = _load(_Names(checkpoint, blocks, hollow), dtype, torch.device(device), rounding)
+    span = Span.of(model, checkpoint.traits, blocks, limits)
     if rounding is not None:
-        prove_rounded(checkpoint.model, span)
+        if not rounding.is_complete:  # else it was proved before the cache got it
+            prove_rounded(checkpoint.model, span)
         align(span)
     check_span(span)
     prove_direct_path(span)
@@ -142,7 +143,7 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
     Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
     """
-    ends: Any = _load(checkpoint, None, dtype, torch.device(device))
+    ends: Any = _load(_names(checkpoint, None), dtype, torch.device(device))
     ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from memory
     if ends.can_generate():
         ends.generation_config = checkpoint.texts().generation_config()
@@ -150,15 +151,8 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
     return loaded
 
 
-def _load(
-    checkpoint: Checkpoint,
-    blocks: Blocks | None,
-    dtype: Dtype,
-    device: torch.device,
-    rounding: Rounding | None = None,
-) -> PreTrainedModel:
-    cls = hollow_class(checkpoint.config, blocks)
-    names = _Names(checkpoint, blocks)
+def _load(names: "_Names", dtype: Dtype, device: torch.device, rounding: Rounding | None = None) -> PreTrainedModel:
+    checkpoint, blocks, cls = names.checkpoint, names.blocks, type(names.hollow)
     dtype = expected_dtype(checkpoint, dtype)  # as it is announced, before any file is read
     keeping = _Rounded(names, rounding, dtype)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
@@ -228,19 +222,24 @@ def _discarding(checkpoint: Checkpoint, name: str) -> Iterator[None]:
 
 def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[str], bool]:
     """Return what tells by the checkpoint's name of a tensor whether a hollow model needs it."""
-    return _Names(checkpoint, blocks).needed
+    return _names(checkpoint, blocks).needed
+
+
+def _names(checkpoint: Checkpoint, blocks: Blocks | None) -> "_Names":
+    return _Names(checkpoint, blocks, skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config))
 
 
 class _Names:
     """The checkpoint's names of tensors, and a hollow model's."""
 
-    def __init__(self, checkpoint: Checkpoint, blocks: Blocks | None) -> None:
-        self._hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
+    def __init__(self, checkpoint: Checkpoint, blocks: Blocks | None, hollow: PreTrainedModel) -> None:
+        """hollow: the model, on the meta device."""
+        self.checkpoint, self.blocks, self.hollow = checkpoint, blocks, hollow
         self._full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
-        self._absent = absent_prefixes(self._hollow)
+        self._absent = absent_prefixes(hollow)
         if blocks is not None:
-            self._absent += idle_prefixes(checkpoint, self._hollow)
-        transforms = get_model_conversion_mapping(self._hollow)
+            self._absent += idle_prefixes(checkpoint, hollow)
+        transforms = get_model_conversion_mapping(hollow)
         self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._beyond = beyond_blocks(checkpoint.config)
@@ -270,7 +269,7 @@ class _Names:
         return self._target(name) == (name, None)
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        prefix = self._hollow.base_model_prefix
+        prefix = self.hollow.base_model_prefix
         target, converter = rename_source_key(name, self._renamings, self._converters, prefix, self._full)
         return (name, None) if target not in self._full and name in self._full else (target, converter)
 

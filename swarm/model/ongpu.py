@@ -18,6 +18,7 @@ from swarm.model import gpukernels
 from swarm.model.eightbits import IntegerMatrix
 from swarm.model.fourbits import FourBitMatrix, n_blocks, tables
 from swarm.model.integer import IntegerFormat, RoundedMatrix
+from swarm.model.vectorcode import Weights
 
 PRECISE = {"enable_fp_fusion": False}  # a product and a sum that are fused round once instead of twice
 
@@ -98,7 +99,7 @@ class GpuMatrix(RoundedMatrix):
 class GpuIntegerMatrix(GpuMatrix):
     """A weight in int8 on a GPU."""
 
-    weights: ClassVar[str] = IntegerMatrix.weights
+    weights: ClassVar[Weights] = IntegerMatrix.weights
     host: ClassVar[type[RoundedMatrix]] = IntegerMatrix
     layouts = staticmethod(IntegerMatrix.layouts)
     bytes_of = staticmethod(IntegerMatrix.bytes_of)
@@ -111,7 +112,7 @@ class GpuIntegerMatrix(GpuMatrix):
 class GpuFourBitMatrix(GpuMatrix):
     """A weight in int4 on a GPU."""
 
-    weights: ClassVar[str] = FourBitMatrix.weights
+    weights: ClassVar[Weights] = FourBitMatrix.weights
     host: ClassVar[type[RoundedMatrix]] = FourBitMatrix
     layouts = staticmethod(FourBitMatrix.layouts)
     bytes_of = staticmethod(FourBitMatrix.bytes_of)

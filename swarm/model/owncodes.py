@@ -16,6 +16,7 @@ from swarm.limits import limit
 from swarm.model.compiled import Packed, kernels
 from swarm.model.integer import RoundedMatrix, joined, split
 from swarm.model.stored import Grid, Stored
+from swarm.model.vectorcode import Weights
 from swarm.model.writing import Layout
 
 
@@ -36,7 +37,7 @@ class OwnLimits:
 class OwnMatrix(RoundedMatrix):
     """A weight [out, in] in the checkpoint's codes."""
 
-    weights: ClassVar[str] = "own4"
+    weights: ClassVar[Weights] = "own4"
     rounds: ClassVar[bool] = False
 
     def __init__(self, codes: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import Checkpoint
-from swarm.model.compiled import is_installed
+from swarm.model.compiled import is_installed, prepare_kernels
 from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.fourbits import FourBitMatrix
 from swarm.model.hollow import blocks_of, class_for, skeleton
@@ -144,6 +144,7 @@ class Rounding:
         """
         self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
         kinds = self._kinds(skeleton)
+        prepare_kernels(dict.fromkeys(kind.weights for kind in kinds.values()))
         self._linears = {
             f"{name}.weight": kinds[module]
             for name, module in skeleton.named_modules()

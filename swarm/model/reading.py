@@ -1,15 +1,18 @@
 """Reads a weight file once: every byte is hashed, and the tensors that are wanted are kept as they pass.
 
 The path is not read a second time, and nothing stays mapped. So a disk, or a program, that changes the file once it is
-verified changes no weight, and cannot end the process with a bus error.
+verified changes no weight, and cannot end the process with a bus error. The next tensor is read while the caller rounds
+the one before.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -17,6 +20,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from swarm.errors import ChecksumMismatch
+
+T = TypeVar("T")
+
+
+class Hash(Protocol):
+    """A digest of bytes that come one after the other, as `hashlib` has them."""
+
+    def update(self, data: Any, /) -> object:  # noqa: ANN401 - any bytes
+        """Go on with more bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all of them, in hex."""
+        ...
 
 
 class MalformedWeights(ValueError):
@@ -62,12 +78,13 @@ def read_tensors(
     keep: Callable[[str, Tensor], Tensor] | None = None,
     metadata: dict[str, str] | None = None,
     lists: Callable[[Collection[str]], None] | None = None,
+    new_digest: Callable[[], Hash] | None = None,
 ) -> dict[str, Tensor]:
     """Read a safetensors file, and return the tensors that are wanted, by name. Shows a progress bar for large files.
 
-    expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
+    expected: the file's digest in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
     metadata: the words that the file must say of itself; None: any. lists: gets the names of all its tensors first.
-    Raises ChecksumMismatch, or MalformedWeights where the digest is right.
+    new_digest: of which kind the digest is; None: SHA-256. Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size
     quick = size < 64 << 20  # read before a bar could be
@@ -75,14 +92,11 @@ def read_tensors(
     tensors: dict[str, Tensor] = {}
     malformed: MalformedWeights | None = None
     with path.open("rb", buffering=0) as file, bar:
-        stream = _Stream(file, size, bar)
+        stream = _Stream(file, size, bar, (new_digest or hashlib.sha256)())
         try:
-            for name, facts, dtype in _contents(stream, metadata, lists):
-                if wants(name):
-                    tensor = stream.tensor(facts, dtype)
+            with closing(_ahead(_wanted(stream, wants, metadata, lists))) as wanted:
+                for name, tensor in wanted:
                     tensors[name] = tensor if keep is None else keep(name, tensor)
-                else:
-                    stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
         except MalformedWeights as error:
             malformed = error
         except (OSError, MemoryError):
@@ -97,14 +111,37 @@ def read_tensors(
     return tensors
 
 
+def _ahead(items: Iterator[T]) -> Generator[T]:
+    """Yield items, each of which a thread of its own makes while the caller still works on the one before."""
+    with ThreadPoolExecutor(1, "read") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
+
+
+def _wanted(
+    stream: "_Stream",
+    wants: Callable[[str], bool],
+    metadata: dict[str, str] | None,
+    lists: Callable[[Collection[str]], None] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors that are wanted, in the file's order."""
+    for name, facts, dtype in _contents(stream, metadata, lists):
+        if wants(name):
+            yield name, stream.tensor(facts, dtype)
+        else:
+            stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
+
+
 class _Stream:
     """A file that is hashed as it is read, from its first byte to its last."""
 
-    def __init__(self, file: FileIO, size: int, bar: tqdm) -> None:
+    def __init__(self, file: FileIO, size: int, bar: tqdm, digest: Hash) -> None:
         self.left = size
         self.position = 0
         self._file, self._bar = file, bar
-        self._digest = hashlib.sha256()
+        self._digest = digest
         self._waste = memoryview(bytearray(1 << 20))
 
     def fill(self, room: memoryview) -> None:

@@ -2,11 +2,12 @@
 
 One safetensors file for each block, under the checkpoint's root and the numeric class:
 
-    FOLDER/<root>/<numeric class>/block-0003-<SHA-256 of the file>.safetensors
+    FOLDER/<root>/<numeric class>/block-0003.<BLAKE3 of the file>.safetensors
 
 A file is made of weights that were verified against the root, and its digest is verified as it is read. Folder and
 files belong to this user, and no other can write to them: a digest in a name proves nothing against a person who can
-name files. A file is written under another name and renamed, so that servers beside each other share a folder.
+name files. No other program has to know it, so it is the one that is computed soonest. A file is written under another
+name and renamed, so that servers beside each other share a folder.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import transformers
+from blake3 import blake3
 from torch import Tensor
 
 from swarm.errors import ChecksumMismatch
@@ -97,7 +99,7 @@ class WeightCache:
         """
         try:
             path, digest = self._newest(key, part)
-            found = read_tensors(path, digest, names.__contains__, keep, _words(key, part))
+            found = read_tensors(path, digest, names.__contains__, keep, _words(key, part), new_digest=blake3)
             if names != found.keys():
                 raise MalformedWeights("tensors are missing")
             os.utime(path)
@@ -161,8 +163,8 @@ class WeightCache:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:  # not synced: a torn file has another digest
-                digest = write_tensors(_Stoppable(file, self._stopped), _words(key, part), pieces)
-            path = folder / f"{part}-{digest}.safetensors"
+                digest = write_tensors(_Stoppable(file, self._stopped), _words(key, part), pieces, blake3)
+            path = folder / f"{part}.{digest}.safetensors"
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -177,7 +179,7 @@ class WeightCache:
         if not paths:
             raise FileNotFoundError
         self._trust(*self._folders(key), paths[-1])
-        return paths[-1], paths[-1].stem.rpartition("-")[2]
+        return paths[-1], paths[-1].stem.rpartition(".")[2]
 
     def _made(self, key: CacheKey) -> Path:
         for folder in self._folders(key):
@@ -206,7 +208,7 @@ class WeightCache:
 
 
 def _of_part(folder: Path, part: str) -> list[Path]:
-    pattern = re.compile(rf"{part}-[0-9a-f]{{64}}\.safetensors")
+    pattern = re.compile(rf"{part}\.[0-9a-f]{{64}}\.safetensors")
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swarm.model.reading import format_name
+from swarm.model.reading import Hash, format_name
 
 
 class Layout(NamedTuple):
@@ -50,12 +50,17 @@ class Writable(Protocol):
         """Write all of them. Raises OSError."""
 
 
-def write_tensors(file: Writable, metadata: Mapping[str, str], pieces: Sequence[Piece]) -> str:
-    """Write a safetensors file. Returns its SHA-256 in hex: the same tensors and words always give the same file.
+def write_tensors(
+    file: Writable,
+    metadata: Mapping[str, str],
+    pieces: Sequence[Piece],
+    new_digest: Callable[[], Hash] | None = None,
+) -> str:
+    """Write a safetensors file. Returns its digest in hex: the same tensors and words always give the same file.
 
-    metadata: words that the file says of itself. Raises OSError.
+    metadata: words that the file says of itself. new_digest: as of `read_tensors`. Raises OSError.
     """
-    digest = hashlib.sha256()
+    digest = (new_digest or hashlib.sha256)()
 
     def put(data: bytes | memoryview) -> None:
         for start in range(0, len(data), 16 << 20):  # a writer can be stopped between two of them

@@ -1,7 +1,6 @@
 """Rounded weights on disk: the same bits as from the checkpoint, and nothing that another has written."""
 
 import errno
-import hashlib
 import logging
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 
 from swarm.blocks import Blocks
@@ -276,7 +276,7 @@ def _forge(path):
     data = bytearray(path.read_bytes())
     data[-200] ^= 64
     path.unlink()
-    forged = path.with_name(f"block-0001-{hashlib.sha256(data).hexdigest()}.safetensors")
+    forged = path.with_name(f"block-0001.{blake3(data).hexdigest()}.safetensors")
     forged.write_bytes(data)
     forged.chmod(0o600)
     return forged
