@@ -59,12 +59,12 @@ class Packed:
 class Search:
     """How int4's tables are sought, for weights in quarters of a step from the least to the largest, contiguous.
 
-    errors: uint16 [weights, 256], squared, of each table. nearest: uint8 [256, weights], each table's codes. starts:
-    uint8 [(weights + 1) / 2], the first size that is sought, by a half block's largest weight.
+    errors: uint16 [weights, 256], squared, of each table. ends: int16 [256, 16], the last weight of each of its codes.
+    starts: uint8 [(weights + 1) / 2], the first size that is sought, by a half block's largest weight.
     """
 
     errors: Tensor
-    nearest: Tensor
+    ends: Tensor
     starts: Tensor
 
 
@@ -107,7 +107,7 @@ class CompiledKernels:
         blocks = -(-n_inputs // 32)
         codes, numbers = (_new(torch.uint8, n_outputs, size * blocks) for size in (16, 2))
         scales = _new(torch.float32, n_outputs)
-        looked_up = [each.data_ptr() for each in (search.errors, search.nearest, search.starts)]
+        looked_up = [each.data_ptr() for each in (search.errors, search.ends, search.starts)]
 
         def work(start: int, stop: int) -> None:
             quarters = _new(torch.int16, 32 * blocks)

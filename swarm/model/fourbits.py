@@ -109,9 +109,11 @@ def _starts() -> Tensor:
 @cache
 def _search() -> Search:
     """Return the tables for compiled rounding. Errors of more than 16 bits stay at their largest number."""
-    errors, nearest = _errors()
+    errors, codes = _errors()
+    each = torch.arange(16, dtype=torch.uint8).expand(256, 16).contiguous()
+    ends = torch.searchsorted(codes, each, right=True) - 1  # codes ascend with the weights
     saturated = errors.clamp(max=(1 << 16) - 1).to(torch.uint16)
-    return Search(saturated, nearest, _starts())
+    return Search(saturated, ends.to(torch.int16), _starts())
 
 
 def _numbers(quarters: Tensor) -> Tensor:

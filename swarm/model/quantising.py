@@ -1,6 +1,7 @@
 """Weights that become int8 or int4 as a span is loaded (`swarm.model.integer`, `swarm.model.fourbits`)."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -144,16 +145,18 @@ class Rounding:
         """
         self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
         kinds = self._kinds(skeleton)
-        prepare_kernels(dict.fromkeys(kind.weights for kind in kinds.values()))
         self._linears = {
             f"{name}.weight": kinds[module]
             for name, module in skeleton.named_modules()
             if module in kinds and isinstance(module, nn.Linear)
         }
         self._read: dict[str, RoundedMatrix] = {}
+        self._beside = ThreadPoolExecutor(1, "round")  # while the next tensor is read
+        self._coming: tuple[str, Future[RoundedMatrix]] | None = None
 
     def recall(self, stays: Callable[[str], bool]) -> dict[str, Tensor]:
         """Return the tensors that a cache has, by the model's names; their matrices are taken. stays: see `Kept`."""
+        prepare_kernels(dict.fromkeys(kind.weights for kind in self._linears.values()))
         if self._kept is None:
             return {}
         tensors, self._read = self._kept.recall(stays)
@@ -174,7 +177,8 @@ class Rounding:
             return tensor
         if not self._matrix.rounds:
             return tensor
-        self._read[name] = self._linears[name].of(tensor)
+        self._settle()  # or more than two tensors would be in memory
+        self._coming = name, self._beside.submit(self._linears[name].of, tensor)
         return nothing(tensor.shape, self._dtype)
 
     def read_stored(self, name: str, weight: Stored) -> Tensor:
@@ -192,6 +196,8 @@ class Rounding:
 
         All integers move to the device then. Small layers keep theirs, and multiply in integers all the same.
         """
+        self._settle()
+        self._beside.shutdown()
         paths = {module: name for name, module in model.named_modules()}
         for module, kind in self._kinds(model).items():
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
@@ -209,6 +215,13 @@ class Rounding:
         """Give the cache the parts that it lacked, once the model is known to be right. It writes them later."""
         if self._kept is not None:
             self._kept.remember(model)
+
+    def _settle(self) -> None:
+        """Wait for the matrix that is being rounded."""
+        if self._coming is not None:
+            name, coming = self._coming
+            self._coming = None
+            self._read[name] = coming.result()
 
     def _kinds(self, model: PreTrainedModel) -> dict[nn.Module, type[RoundedMatrix]]:
         layers, found = blocks_of(model), dict[nn.Module, type[RoundedMatrix]]()

@@ -1,18 +1,15 @@
 """Reads a weight file once: every byte is hashed, and the tensors that are wanted are kept as they pass.
 
 The path is not read a second time, and nothing stays mapped. So a disk, or a program, that changes the file once it is
-verified changes no weight, and cannot end the process with a bus error. The next tensor is read while the caller rounds
-the one before.
+verified changes no weight, and cannot end the process with a bus error.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -20,8 +17,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from swarm.errors import ChecksumMismatch
-
-T = TypeVar("T")
 
 
 class Hash(Protocol):
@@ -84,7 +79,8 @@ def read_tensors(
 
     expected: the file's digest in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
     metadata: the words that the file must say of itself; None: any. lists: gets the names of all its tensors first.
-    new_digest: of which kind the digest is; None: SHA-256. Raises ChecksumMismatch, or MalformedWeights where the digest is right.
+    new_digest: of which kind the digest is; None: SHA-256.
+    Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size
     quick = size < 64 << 20  # read before a bar could be
@@ -94,9 +90,12 @@ def read_tensors(
     with path.open("rb", buffering=0) as file, bar:
         stream = _Stream(file, size, bar, (new_digest or hashlib.sha256)())
         try:
-            with closing(_ahead(_wanted(stream, wants, metadata, lists))) as wanted:
-                for name, tensor in wanted:
+            for name, facts, dtype in _contents(stream, metadata, lists):
+                if wants(name):
+                    tensor = stream.tensor(facts, dtype)
                     tensors[name] = tensor if keep is None else keep(name, tensor)
+                else:
+                    stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
         except MalformedWeights as error:
             malformed = error
         except (OSError, MemoryError):
@@ -109,29 +108,6 @@ def read_tensors(
     if malformed is not None:
         raise malformed
     return tensors
-
-
-def _ahead(items: Iterator[T]) -> Generator[T]:
-    """Yield items, each of which a thread of its own makes while the caller still works on the one before."""
-    with ThreadPoolExecutor(1, "read") as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield item
-
-
-def _wanted(
-    stream: "_Stream",
-    wants: Callable[[str], bool],
-    metadata: dict[str, str] | None,
-    lists: Callable[[Collection[str]], None] | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors that are wanted, in the file's order."""
-    for name, facts, dtype in _contents(stream, metadata, lists):
-        if wants(name):
-            yield name, stream.tensor(facts, dtype)
-        else:
-            stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
 
 
 class _Stream:

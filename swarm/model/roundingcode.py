@@ -6,7 +6,7 @@ Errors have 16 bits and stay at their largest number. So do sums: a table that i
 
 from typing import Literal
 
-from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
+from swarm.model.llvmtext import Code, Values, float32, module_of
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -20,8 +20,9 @@ declare i32 @llvm.smin.i32(i32, i32)
 declare <16 x i16> @llvm.abs.v16i16(<16 x i16>, i1)
 declare i16 @llvm.vector.reduce.umax.v16i16(<16 x i16>)
 declare <32 x i16> @llvm.uadd.sat.v32i16(<32 x i16>, <32 x i16>)
-declare i32 @llvm.vector.reduce.umin.v32i32(<32 x i32>)
-declare i32 @llvm.umin.i32(i32, i32)
+declare <32 x i16> @llvm.umin.v32i16(<32 x i16>, <32 x i16>)
+declare i16 @llvm.vector.reduce.umin.v32i16(<32 x i16>)
+declare i64 @llvm.cttz.i64(i64, i1)
 """
 
 
@@ -55,13 +56,13 @@ def int4_code(dtype: Dtype, steps: int, least: float) -> str:
     """Return a module with `round`. dtype: of the weights. steps: of the largest weight of a row. least: a scale.
 
     rows: [outputs, inputs]. errors: uint16 [8 * steps + 1, 256], of weights in quarters of a step, from the
-    least on. nearest: uint8 [256, 8 * steps + 1], their codes. starts: uint8 [4 * steps + 1], the first size that is
-    sought, by a half block's largest weight. quarters: int16 [32 * blocks], to work with. codes, numbers and scales: as
-    `fourbits.packed` returns them.
+    least on. ends: int16 [256, 16], the last weight of each table's codes. starts: uint8 [4 * steps + 1], the first
+    size that is sought, by a half block's largest weight. quarters: int16 [32 * blocks], to work with. codes, numbers
+    and scales: as `fourbits.packed` returns them.
     """
-    zero, count = 4 * steps, 8 * steps + 1
+    zero = 4 * steps
     code = Code(
-        "@round(ptr noalias %rows, ptr noalias %errors, ptr noalias %nearest, ptr noalias %starts, "
+        "@round(ptr noalias %rows, ptr noalias %errors, ptr noalias %ends, ptr noalias %starts, "
         "ptr noalias %quarters, ptr noalias %codes, ptr noalias %numbers, ptr noalias %scales, "
         "i64 %outputs, i64 %inputs, i64 %blocks)"
     )
@@ -84,7 +85,7 @@ def int4_code(dtype: Dtype, steps: int, least: float) -> str:
                 chosen = _sought(code, first, weights, zero)
                 octet = code.let(f"trunc i64 {chosen} to i8")
                 code.do(f"store i8 {octet}, ptr {code.at('i8', number_row, which)}, align 1")
-                halves.append(_looked_up(code, code.at("i8", "%nearest", code.times(chosen, count)), weights))
+                halves.append(_placed(code, first, code.at("i16", "%ends", code.times(chosen, 16))))
             high = code.let(f"shl <16 x i8> {halves[1]}, splat (i8 4)")
             place = code.at("i8", code_row, code.times(number, 16))
             code.do(f"store <16 x i8> {code.let(f'or <16 x i8> {halves[0]}, {high}')}, ptr {place}, align 1")
@@ -180,24 +181,24 @@ def _sought(code: Code, first: str, weights: list[str], zero: int) -> str:
             errors = code.let(f"load <32 x i16>, ptr {at}, align 2")
             arguments = f"<32 x i16> {sums[part]}, <32 x i16> {errors}"
             sums[part] = code.let(f"call <32 x i16> @llvm.uadd.sat.v32i16({arguments})")
-    least = []
-    for part, sum_ in enumerate(sums):
-        wide = code.let(f"zext <32 x i16> {sum_} to <32 x i32>")
-        shifted = code.let(f"shl <32 x i32> {wide}, splat (i32 6)")
-        ranks = code.let(f"or <32 x i32> {shifted}, {order_of(range(32 * part, 32 * part + 32))}")
-        least.append(code.let(f"call i32 @llvm.vector.reduce.umin.v32i32(<32 x i32> {ranks})"))
-    rank = code.let(f"call i32 @llvm.umin.i32(i32 {least[0]}, i32 {least[1]})")
-    place = code.let(f"and i32 {rank}, 63")
-    return code.let(f"add i64 {code.let(f'zext i32 {place} to i64')}, {start}")
+    both = code.let(f"call <32 x i16> @llvm.umin.v32i16(<32 x i16> {sums[0]}, <32 x i16> {sums[1]})")
+    least = code.splat("i16", code.let(f"call i16 @llvm.vector.reduce.umin.v32i16(<32 x i16> {both})"), 32)
+    masks = []
+    for sum_ in sums:
+        equal = code.let(f"icmp eq <32 x i16> {sum_}, {least}")
+        masks.append(code.let(f"zext i32 {code.let(f'bitcast <32 x i1> {equal} to i32')} to i64"))
+    mask = code.let(f"or i64 {masks[0]}, {code.let(f'shl i64 {masks[1]}, 32')}")
+    return code.let(f"add i64 {code.let(f'call i64 @llvm.cttz.i64(i64 {mask}, i1 true)')}, {start}")
 
 
-def _looked_up(code: Code, nearest: str, weights: list[str]) -> str:
-    """Return the codes of 16 weights, <16 x i8>."""
-    codes = "poison"
-    for place, weight in enumerate(weights):
-        octet = code.let(f"load i8, ptr {code.at('i8', nearest, weight)}, align 1")
-        codes = code.let(f"insertelement <16 x i8> {codes}, i8 {octet}, i64 {place}")
-    return codes
+def _placed(code: Code, first: str, ends: str) -> str:
+    """Return the codes of 16 weights, <16 x i8>: how many codes of a table end below each."""
+    weights, codes = code.let(f"load <16 x i16>, ptr {first}, align 2"), "zeroinitializer"
+    for number in range(15):
+        end = code.splat("i16", code.let(f"load i16, ptr {code.at('i16', ends, str(number))}, align 2"), 16)
+        beyond = code.let(f"sext <16 x i1> {code.let(f'icmp sgt <16 x i16> {weights}, {end}')} to <16 x i16>")
+        codes = code.let(f"sub <16 x i16> {codes}, {beyond}")
+    return code.let(f"trunc <16 x i16> {codes} to <16 x i8>")
 
 
 def _loaded(code: Code, type_: str, base: str, index: str) -> str:

@@ -2,7 +2,7 @@
 
 One safetensors file for each block, under the checkpoint's root and the numeric class:
 
-    FOLDER/<root>/<numeric class>/block-0003.<BLAKE3 of the file>.safetensors
+    FOLDER/<root>/<numeric class>/block-0003.<XXH3 of the file>.safetensors
 
 A file is made of weights that were verified against the root, and its digest is verified as it is read. Folder and
 files belong to this user, and no other can write to them: a digest in a name proves nothing against a person who can
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import transformers
-from blake3 import blake3
 from torch import Tensor
+from xxhash import xxh3_128
 
 from swarm.errors import ChecksumMismatch
 from swarm.limits import limit
@@ -99,7 +99,7 @@ class WeightCache:
         """
         try:
             path, digest = self._newest(key, part)
-            found = read_tensors(path, digest, names.__contains__, keep, _words(key, part), new_digest=blake3)
+            found = read_tensors(path, digest, names.__contains__, keep, _words(key, part), new_digest=xxh3_128)
             if names != found.keys():
                 raise MalformedWeights("tensors are missing")
             os.utime(path)
@@ -163,7 +163,7 @@ class WeightCache:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:  # not synced: a torn file has another digest
-                digest = write_tensors(_Stoppable(file, self._stopped), _words(key, part), pieces, blake3)
+                digest = write_tensors(_Stoppable(file, self._stopped), _words(key, part), pieces, xxh3_128)
             path = folder / f"{part}.{digest}.safetensors"
             partial.replace(path)
         finally:
@@ -208,7 +208,7 @@ class WeightCache:
 
 
 def _of_part(folder: Path, part: str) -> list[Path]:
-    pattern = re.compile(rf"{part}\.[0-9a-f]{{64}}\.safetensors")
+    pattern = re.compile(rf"{part}\.[0-9a-f]{{32}}\.safetensors")
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
 

@@ -2,6 +2,10 @@
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import llvmlite.binding as llvm
 import pytest
@@ -257,3 +261,24 @@ def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
     assert kernels("int8") is not None
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert fresh(monkeypatch, "int8") is None
+
+
+def test_threads_that_ask_at_once_compile_once(monkeypatch):
+    """A span's kernels are compiled beside the reading of its files, which may be over first."""
+    real, compiled, both = compiled_module._compiled, [], threading.Barrier(2)
+
+    def slow(*arguments):
+        compiled.append(arguments)
+        time.sleep(0.2)
+        return real(*arguments)
+
+    def ask():
+        both.wait(10)
+        assert kernels.__wrapped__("int8") is not None
+
+    monkeypatch.setattr("swarm.model.compiled._compiled", slow)
+    monkeypatch.setattr("swarm.model.compiled._kernels", cache(compiled_module._kernels.__wrapped__))
+    with ThreadPoolExecutor(2) as threads:
+        for asked in [threads.submit(ask), threads.submit(ask)]:
+            asked.result()
+    assert len(compiled) == 1

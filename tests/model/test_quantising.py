@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration, UnsupportedCheckpoint
-from swarm.model import quantising
+from swarm.model import quantising, reading
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.eightbits import IntegerMatrix, is_supported, rounded
@@ -164,6 +165,38 @@ def test_linear_layers_never_take_their_plain_memory(name, dtype, family_dir, mo
     span = load_span(open_checkpoint(family_dir(name)), BLOCKS, dtype=dtype, quantize="int8")
     assert taken == [dtype.itemsize] * len(taken) != []
     assert span.numeric_class.weights == "int8"
+
+
+def test_no_more_than_two_tensors_wait_for_rounding(family_dir, monkeypatch):
+    """One is rounded while the next is read."""
+    real_read, real_of, ahead = reading._Stream.tensor, IntegerMatrix.of, [0]
+    most = []
+
+    def read(stream, facts, dtype):
+        ahead[0] += len(facts.shape) == 2
+        most.append(ahead[0])
+        return real_read(stream, facts, dtype)
+
+    def slowly(weight):
+        time.sleep(0.02)
+        rounded = real_of(weight)
+        ahead[0] -= 1
+        return rounded
+
+    monkeypatch.setattr(reading._Stream, "tensor", read)
+    monkeypatch.setattr(IntegerMatrix, "of", staticmethod(slowly))
+    span = load_span(open_checkpoint(family_dir("llama")), BLOCKS, quantize="int8")
+    assert integers_of(span.model) == "int8"
+    assert max(most) == 2
+
+
+def test_an_error_of_rounding_ends_the_loading(family_dir, monkeypatch):
+    def fail(_weight):
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr(IntegerMatrix, "of", staticmethod(fail))
+    with pytest.raises(MemoryError, match="no room for it"):
+        load_span(open_checkpoint(family_dir("llama")), BLOCKS, quantize="int8")
 
 
 def test_no_copy_of_a_weight_stays(span_of):
