@@ -207,8 +207,11 @@ _compiling = threading.Lock()  # or two threads would compile the same
 
 
 def prepare_kernels(kinds: Iterable[Weights | Half]) -> None:
-    """Compile the kernels for some kinds of weights beside the caller, which reads files meanwhile."""
-    threading.Thread(target=lambda: [kernels(weights) for weights in kinds], name="compile", daemon=True).start()
+    """Compile the kernels for some kinds of weights beside the caller, which reads files meanwhile.
+
+    A process that ends waits for it: LLVM must not be taken down while it works.
+    """
+    threading.Thread(target=lambda: [kernels(weights) for weights in kinds], name="compile").start()
 
 
 @cache
