@@ -66,8 +66,9 @@ def load_span(
     """
     checkpoint.check(blocks)
     leave_out_planned_attention(torch.device(device))
-    rounding, hollow = None, skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
+    rounding, names = None, _Names(checkpoint, blocks)
     if quantize is not None:
+        hollow = names.hollow
         matrix = matrix_for(quantize)
         refuse_to_quantise(checkpoint, hollow, blocks, quantize)  # before anything is downloaded
         wanted = expected_dtype(checkpoint, dtype)
@@ -78,7 +79,7 @@ def load_span(
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow), matrix)
             kept = Kept(rounded, key, parts, wanted)
         rounding = Rounding(hollow, blocks, wanted, matrix, kept)
-    model = _load(_Names(checkpoint, blocks, hollow), dtype, torch.device(device), rounding)
+    model = _load(names, dtype, torch.device(device), rounding)
     span = Span.of(model, checkpoint.traits, blocks, limits)
     if rounding is not None:
         if not rounding.is_complete:  # else it was proved before the cache got it
@@ -143,7 +144,7 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
     Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
     """
-    ends: Any = _load(_names(checkpoint, None), dtype, torch.device(device))
+    ends: Any = _load(_Names(checkpoint, None), dtype, torch.device(device))
     ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from memory
     if ends.can_generate():
         ends.generation_config = checkpoint.texts().generation_config()
@@ -222,18 +223,14 @@ def _discarding(checkpoint: Checkpoint, name: str) -> Iterator[None]:
 
 def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[str], bool]:
     """Return what tells by the checkpoint's name of a tensor whether a hollow model needs it."""
-    return _names(checkpoint, blocks).needed
-
-
-def _names(checkpoint: Checkpoint, blocks: Blocks | None) -> "_Names":
-    return _Names(checkpoint, blocks, skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config))
+    return _Names(checkpoint, blocks).needed
 
 
 class _Names:
-    """The checkpoint's names of tensors, and a hollow model's."""
+    """The checkpoint's names of tensors, and a hollow model's. hollow: that model, on the meta device."""
 
-    def __init__(self, checkpoint: Checkpoint, blocks: Blocks | None, hollow: PreTrainedModel) -> None:
-        """hollow: the model, on the meta device."""
+    def __init__(self, checkpoint: Checkpoint, blocks: Blocks | None) -> None:
+        hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
         self.checkpoint, self.blocks, self.hollow = checkpoint, blocks, hollow
         self._full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
         self._absent = absent_prefixes(hollow)
