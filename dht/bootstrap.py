@@ -83,7 +83,6 @@ async def bootstrap(
         await serve_dial_back(node, me, traversal.dial, lambda: offer)
         proving = asyncio.create_task(prove(node, next(filter(None, map(host_of, config.p2p.announce)), "")))
         try:
-            ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
             _log.info(
                 "ready",
                 peer_id=node.peer_id,
@@ -92,6 +91,7 @@ async def bootstrap(
                 anchor=list(offer.addresses) if offer is not None else None,
                 identity=str(config.p2p.identity),
             )
+            ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
             await stop.wait()
             _log.info("stopping")
         finally:

@@ -254,8 +254,18 @@ class _Host:
             await announcer.run()
 
     def _tell(self, server: Server) -> None:
-        """Say that this server is online, to the ready file and to the log."""
+        """Say that this server is online: to the log, then to the ready file, whose readers may look into the log."""
         checkpoint, node, span = self._loader.checkpoint, self._node, server.span
+        _log.info(
+            "online",
+            blocks=str(span.blocks),
+            model=checkpoint.model,
+            numeric_class=str(span.numeric_class),
+            weights_mb=span.weight_bytes >> 20,
+            cache_tokens=server.pool.capacity,
+            address=server.data_address,
+            reached=self._reach.text,
+        )
         self._ready(
             ServerReady(
                 peer_id=node.peer_id,
@@ -266,16 +276,6 @@ class _Host:
                 root=checkpoint.root,
                 blocks=str(span.blocks),
             )
-        )
-        _log.info(
-            "online",
-            blocks=str(span.blocks),
-            model=checkpoint.model,
-            numeric_class=str(span.numeric_class),
-            weights_mb=span.weight_bytes >> 20,
-            cache_tokens=server.pool.capacity,
-            address=server.data_address,
-            reached=self._reach.text,
         )
 
     async def _warn(self, server: Server) -> None:

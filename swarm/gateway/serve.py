@@ -206,8 +206,8 @@ async def _live(
     url, names = url_of(listening), tuple(models.names)
 
     def on_started() -> None:
-        ready(GatewayReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url, models=names))
         _log.info("ready", url=url, models=names)
+        ready(GatewayReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url, models=names))
 
     server = WebServer(make_app(gateway), on_started)
     async with asyncio.TaskGroup() as group:
