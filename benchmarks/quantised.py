@@ -3,7 +3,8 @@
     python benchmarks/quantised.py [--model DIRECTORY] [--windows 24] [--hidden 768] [--blocks 12] [--quick] [--check]
 
 Quality: the demo model, or another checkpoint, reads held-out windows of 512 tokens of Python's standard library. All
-its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats.
+its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats. "weighed" is
+int4 by how large inputs are in 64 windows of the library's other modules, as swarm-importance measures it.
 
 Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, packed steps of four and
 eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2,
@@ -16,11 +17,13 @@ token of which both processes have another first choice.
 import argparse
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,15 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from swarm.blocks import Blocks
+from swarm.client.distilling.texts import windows as text_windows
 from swarm.demo import train
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.importance import IMPORTANCE_NAME, write_importance
 from swarm.model.kernels import choose_kernels
 from swarm.model.loading import load_ends, load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
+from swarm.model.weighing import measured
 
 DEMO = Path(train.__file__).with_name("checkpoint")
 WINDOW = 512
@@ -50,7 +56,12 @@ CLASSES: dict[str, tuple[torch.dtype, str | None]] = {
     "float32+int4": (torch.float32, "int4"),
     "bfloat16+int4": (torch.bfloat16, "int4"),
 }
-MOST = {"float32+int8": (0.0005, 1.002), "float32+int4": (0.05, 1.04)}  # KL, and perplexity to float32's
+WEIGHED = "float32+int4, weighed"
+MOST = {  # KL, and perplexity to float32's
+    "float32+int8": (0.0005, 1.002),
+    "float32+int4": (0.05, 1.04),
+    WEIGHED: (0.05, 1.04),
+}
 FLIP_WINDOWS = 4
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS")
 OLD_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
@@ -78,6 +89,7 @@ def main() -> None:
     alone = arguments.add_mutually_exclusive_group()
     alone.add_argument("--no-speed", action="store_true", help="quality alone")
     alone.add_argument("--no-quality", action="store_true", help="speed alone")
+    arguments.add_argument("--weigh", action="store_true", help="quality of int4 that regards inputs' sizes, too")
     arguments.add_argument("--no-flips", action="store_true", help="without another process of other kernels")
     arguments.add_argument("--choices", type=Path, help="write the first choices of four windows, and nothing else")
     arguments.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
@@ -99,7 +111,8 @@ def main() -> None:
         table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
     if not options.no_quality:
         classes = [name for name in CLASSES if name == "float32" or name in options.classes]
-        qualities = quality_of(options.model, 2 if options.quick else options.windows, classes)
+        windows = 2 if options.quick else options.windows
+        qualities = quality_of(options.model, windows, classes, weigh=options.weigh)
         flips = {} if options.no_flips else flips_of(options.model)
         columns, rows, far = compared(qualities, flips)
         table("held-out text", columns, rows)
@@ -125,7 +138,7 @@ def compared(
     exact = qualities["float32"].perplexity
     rows = [
         (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}")
-        + ((str(flips[name]),) if flips else ())
+        + ((str(flips.get(name, "")),) if flips else ())
         for name, q in qualities.items()
     ]
     far = [
@@ -137,22 +150,43 @@ def compared(
     return columns, rows, far
 
 
-def quality_of(model: Path, windows: int, classes: Sequence[str]) -> dict[str, Quality]:
-    """Read held-out text in each class, float32 first."""
+def quality_of(model: Path, windows: int, classes: Sequence[str], *, weigh: bool) -> dict[str, Quality]:
+    """Read held-out text in each class, float32 first. weigh: in int4 by inputs' sizes as well, at last."""
     rows = held_out(model, windows)
-    found: dict[str, Quality] = {}
     expected: list[Tensor] = []
-    for name in classes:
+
+    def quality(name: str, likelihoods: Iterator[Tensor]) -> Quality:
         loss = kl = same = 0.0
-        for number, likely in enumerate(read(model, name, rows)):
+        for number, likely in enumerate(likelihoods):
             if name == "float32":
                 expected.append(likely)
             reference = expected[number]
             loss -= float(likely[:-1].gather(1, rows[number, 1:, None]).mean())
             kl += float((reference.exp() * (reference - likely)).sum(-1).mean())
             same += float((likely.argmax(-1) == reference.argmax(-1)).float().mean())
-        found[name] = Quality(math.exp(loss / windows), kl / windows, same / windows)
+        return Quality(math.exp(loss / windows), kl / windows, same / windows)
+
+    found = {name: quality(name, read(model, *CLASSES[name], rows)) for name in classes}
+    if weigh:
+        with weighed(model) as (folder, weights):
+            found[WEIGHED] = quality(WEIGHED, read(folder, torch.float32, weights, rows))
     return found
+
+
+@contextmanager
+def weighed(model: Path) -> Iterator[tuple[Path, str]]:
+    """Make a checkpoint with the same files and its inputs' sizes. Yields it, and the name of weights by them."""
+    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
+        folder = Path(name)
+        for path in model.iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+        checkpoint = open_checkpoint(folder)
+        texts = train.split(train.library_sources())[0]
+        random.Random(SEED).shuffle(texts)
+        sizes = {"positions": WINDOW, "windows_max": 64, "vocabulary": checkpoint.config.vocab_size}
+        squares = measured(checkpoint, text_windows(checkpoint.texts().tokenizer(), texts, **sizes))
+        importance = write_importance(str(folder), folder / IMPORTANCE_NAME, checkpoint.root, squares)
+        yield folder, importance.named("int4")
 
 
 def flips_of(model: Path) -> dict[str, int]:
@@ -168,7 +202,9 @@ def flips_of(model: Path) -> dict[str, int]:
 def choices_of(model: Path) -> dict[str, Tensor]:
     """Return each class's first choices. Shape of each: [windows * tokens]."""
     rows = held_out(model, FLIP_WINDOWS)
-    return {name: torch.cat([likely.argmax(-1) for likely in read(model, name, rows)]) for name in CLASSES}
+    return {
+        name: torch.cat([likely.argmax(-1) for likely in read(model, *kind, rows)]) for name, kind in CLASSES.items()
+    }
 
 
 def held_out(model: Path, windows: int) -> Tensor:
@@ -179,9 +215,8 @@ def held_out(model: Path, windows: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, windows).long()]
 
 
-def read(model: Path, name: str, rows: Tensor) -> Iterator[Tensor]:
+def read(model: Path, dtype: torch.dtype, quantize: str | None, rows: Tensor) -> Iterator[Tensor]:
     """Yield the logarithms of the next token's chances in each window, [tokens, vocabulary]."""
-    dtype, quantize = CLASSES[name]
     checkpoint = open_checkpoint(model)
     span = load_span(checkpoint, Blocks(0, checkpoint.n_blocks), dtype=dtype, quantize=quantize)
     ends: Any = load_ends(checkpoint, dtype=dtype)

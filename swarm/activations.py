@@ -106,7 +106,8 @@ class NumericClass:
     """How a span computes: spans of different classes compute different numbers, and those of one tier may be mixed.
 
     dtype: of hidden states and arithmetic, as "float32". weights: how the weights are stored where that is another way,
-    as "bitsandbytes-4bit". wire: how activations travel where that is another way.
+    as "bitsandbytes-4bit", or "int4-0123456789ab" where a file of this digest tells which inputs count. wire: how
+    activations travel where that is another way.
     """
 
     dtype: str
@@ -120,6 +121,12 @@ class NumericClass:
         if match is None:
             raise ValueError(f"{text!r} is not a numeric class")
         return cls(match[1], match[2] or "", match[3] or "")
+
+    @property
+    def integers(self) -> str:
+        """What the weights are rounded to by servers themselves: "int8", "int4", "own4", or nothing."""
+        kind = self.weights.partition("-")[0]
+        return kind if kind in {"int8", "int4", "own4"} else ""
 
     def sent(self, wire: str | None) -> "NumericClass":
         """Return the class of sessions whose activations travel so; the same for None."""
@@ -151,7 +158,7 @@ def tier_of(numeric_class: str) -> str:
         return f"{numeric_class} alone"
     if parsed.dtype not in {"float32", "bfloat16", "float16"}:
         return f"{parsed.dtype} alone"
-    match parsed.weights:
+    match parsed.integers or parsed.weights:
         case "" | "int8" | "q8_0" | "own4":
             return Tier.FULL
         case "fp8":

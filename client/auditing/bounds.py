@@ -57,7 +57,7 @@ class BoundLimits:
         """Return the bounds of servers of one class."""
         if numeric_class.wire:
             return Bounds(*self.coded)
-        if numeric_class.dtype != "float32" or numeric_class.weights not in {"", "int8", "int4", "own4"}:
+        if numeric_class.dtype != "float32" or (numeric_class.weights and not numeric_class.integers):
             return Bounds(*self.halves)
         return Bounds(*(self.integers if numeric_class.weights else self.float32))
 

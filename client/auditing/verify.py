@@ -84,7 +84,7 @@ def _loaded(checkpoint: Checkpoint, blocks: Blocks, numeric_class: NumericClass)
     if numeric_class.dtype not in {"float32", "bfloat16", "float16"} or numeric_class.wire not in {"", "int8"}:
         raise BadEvidence(f"servers do not compute in {numeric_class}")
     dtype: torch.dtype = getattr(torch, numeric_class.dtype)
-    quantize = numeric_class.weights if numeric_class.weights in {"int8", "int4", "own4"} else None
+    quantize = numeric_class.weights if numeric_class.integers else None
     span = load_span(checkpoint, blocks, dtype=dtype, quantize=quantize)
     if span.numeric_class != unsent:
         raise SwarmError(f"this machine computes the blocks in {span.numeric_class}, the receipt is of {unsent}")

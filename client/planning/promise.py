@@ -41,7 +41,7 @@ def exactness_of(hops: Sequence[Announcement], *, is_coded: bool) -> Exactness:
     if is_coded:
         return "tier"
     classes = {NumericClass.parse(hop.numeric_class) for hop in hops}
-    is_integer = all(each.weights in {"int8", "int4", "own4"} for each in classes)
+    is_integer = all(each.integers for each in classes)
     if len(classes) == 1 and is_integer and _is_one_kind(hops):
         return "bits"
     is_float32 = all(each.dtype == "float32" and each.weights in {"", "int8"} for each in classes)

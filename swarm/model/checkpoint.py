@@ -24,6 +24,7 @@ from swarm.errors import (
 )
 from swarm.model.formats import Packing, packing_of, refuse_gguf, without_quantisation
 from swarm.model.hollow import decoder_config
+from swarm.model.importance import IMPORTANCE_NAME, Importance, read_importance
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
 from swarm.model.staging import staged
 from swarm.model.texts import CONFIG_NAME, Texts, text_files
@@ -116,6 +117,20 @@ class Checkpoint:
     def weight_files(self) -> tuple[str, ...]:
         """The names of the files that have its tensors."""
         return (SINGLE_NAME,) if self.index is None else self.index.files
+
+    def importance(self) -> Importance | None:
+        """Return how much each input of its layers counts; None: no file beside the weights says so.
+
+        Raises UnsupportedCheckpoint, ChecksumMismatch or DownloadFailed.
+        """
+        if IMPORTANCE_NAME not in self.source.names():
+            return None
+        path = self.source.fetch((IMPORTANCE_NAME,))[IMPORTANCE_NAME]
+        try:
+            return read_importance(self.model, path, self.root, self.source.told(IMPORTANCE_NAME))
+        except ChecksumMismatch:
+            self.source.discard(IMPORTANCE_NAME)
+            raise
 
     def check(self, blocks: Blocks) -> None:
         """Raise BadBlocks where the model does not have these blocks."""

@@ -60,12 +60,14 @@ class Search:
     """How int4's tables are sought, for weights in quarters of a step from the least to the largest, contiguous.
 
     errors: uint16 [weights, 256], squared, of each table. ends: int16 [256, 16], the last weight of each of its codes.
-    starts: uint8 [(weights + 1) / 2], the first size that is sought, by a half block's largest weight.
+    starts: uint8 [(weights + 1) / 2], the first size that is sought, by a half block's largest weight. shares: uint16
+    [32 * blocks], how much the errors of each input of a matrix count; None: all alike.
     """
 
     errors: Tensor
     ends: Tensor
     starts: Tensor
+    shares: Tensor | None = None
 
 
 class CompiledKernels:
@@ -75,7 +77,7 @@ class CompiledKernels:
         self,
         loops_of: Callable[[Weights], "Loops"],
         halves_of: Callable[[Half], "Halves"],
-        rounding: Callable[[Weights, torch.dtype], "Rounding"],
+        rounding: Callable[..., "Rounding"],
     ) -> None:
         self._loops_of, self._halves_of, self._rounding = loops_of, halves_of, rounding
 
@@ -102,12 +104,13 @@ class CompiledKernels:
     def sought(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
         """Round a matrix to int4: [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
         weight = _readable(weight)
-        round_ = self._rounding("int4", weight.dtype).round
+        round_ = self._rounding("int4", weight.dtype, weighed=search.shares is not None).round
         n_outputs, n_inputs = weight.shape
         blocks = -(-n_inputs // 32)
         codes, numbers = (_new(torch.uint8, n_outputs, size * blocks) for size in (16, 2))
         scales = _new(torch.float32, n_outputs)
-        looked_up = [each.data_ptr() for each in (search.errors, search.ends, search.starts)]
+        tables = search.errors, search.ends, search.starts, search.shares
+        looked_up = [0 if each is None else each.data_ptr() for each in tables]
 
         def work(start: int, stop: int) -> None:
             quarters = _new(torch.int16, 32 * blocks)
@@ -292,11 +295,21 @@ def _halves(llvm: Any, processor: tuple[Kind, str, str], dtype: Half) -> Halves:
     return Halves({tile: multiply(at(f"multiply_{tile}")) for tile in outputs_of()}, engine)
 
 
-def _rounding(llvm: Any, processor: tuple[Kind, str, str], weights: Weights, dtype: torch.dtype) -> Rounding:  # noqa: ANN401
-    """Compile the rounding to int8 or int4 of weights of a dtype."""
-    code_of, addresses, counts = {"int8": (int8_code, 3, 2), "int4": (int4_code, 8, 3)}[weights]
+def _rounding(
+    llvm: Any,  # noqa: ANN401 - as above
+    processor: tuple[Kind, str, str],
+    weights: Weights,
+    dtype: torch.dtype,
+    *,
+    weighed: bool = False,
+) -> Rounding:
+    """Compile the rounding to int8 or int4 of weights of a dtype. weighed: int4's errors count by their inputs."""
     name: Dtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
-    engine = _compiled(llvm, processor[1:], code_of(name, IntegerFormat.weight_steps, IntegerFormat.least))
+    steps, least = IntegerFormat.weight_steps, IntegerFormat.least
+    code, addresses, counts = int8_code(name, steps, least), 3, 2
+    if weights == "int4":
+        code, addresses, counts = int4_code(name, steps, least, weighed=weighed), 9, 3
+    engine = _compiled(llvm, processor[1:], code)
     types = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * counts
     return Rounding(ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("round")), engine)
 

@@ -12,6 +12,11 @@ Halves go to the even number, and of two that are equal the lower one is taken. 
 below 2^24, so codes have the same bits on every processor. The books come from Lloyd's method over blocks of normal and
 of Student's t numbers, and of the demo's weights (S. Lloyd, Least squares quantization in PCM, 1982).
 
+Where it is known how large a layer's inputs are (`swarm.model.importance`), errors are weighed by their mean squares:
+the table is that of least error in the layer's output, as far as inputs do not depend on each other.
+
+    share = round(65535 mean square / largest mean square of the half)    error = floor(8 error share / 65536)
+
 Steps are integers of at most 127, so products with activations in two parts of 7 bits are exact in float32, as long as
 they are added up over at most `inputs_max` inputs: 63 * 127 * 2048 < 2^24. Any kernel of any processor then gives the
 same sum. Weights are unpacked while they are multiplied: by compiled code where there is some
@@ -19,7 +24,7 @@ same sum. Weights are unpacked while they are multiplied: by compiled code where
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, Final
 
@@ -41,6 +46,8 @@ class FourBitFormat:
     sought: Final = 8  # sizes
     finer: Final = 16  # a block's smallest layers, up to this part of its weights, are int8 (`swarm.model.kinds`)
     quarters: Final = 4 * 127  # the farthest a weight is from zero
+    share_most: Final = (1 << 16) - 1  # of errors that are weighed
+    eighths: Final = 8  # in which these are added up
     books: Final = (  # in 1/1024 of a size; each is there in its mirror as well
         (-1024, -876, -711, -576, -460, -346, -228, -106, 24, 145, 258, 370, 483, 605, 745, 914),
         (-1024, -851, -659, -520, -399, -289, -181, -77, 19, 111, 208, 315, 430, 559, 707, 881),
@@ -107,17 +114,40 @@ def _starts() -> Tensor:
 
 
 @cache
-def _search() -> Search:
+def _weighed_errors() -> Tensor:
+    """Return the errors that are multiplied with shares, in eighths: int64 [1017, 256], of 16 bits."""
+    most = FourBitFormat.share_most // FourBitFormat.eighths
+    return _errors()[0].clamp(max=most).mul(FourBitFormat.eighths).long()
+
+
+@cache
+def _search(*, weighed: bool) -> Search:
     """Return the tables for compiled rounding. Errors of more than 16 bits stay at their largest number."""
     errors, codes = _errors()
     each = torch.arange(16, dtype=torch.uint8).expand(256, 16).contiguous()
     ends = torch.searchsorted(codes, each, right=True) - 1  # codes ascend with the weights
-    saturated = errors.clamp(max=(1 << 16) - 1).to(torch.uint16)
+    saturated = (_weighed_errors() if weighed else errors.clamp(max=(1 << 16) - 1)).to(torch.uint16)
     return Search(saturated, ends.to(torch.int16), _starts())
 
 
-def _numbers(quarters: Tensor) -> Tensor:
-    """Return the number of each half block, uint8 [halves]. quarters: int32 [halves, 16], from 0 on."""
+def shares_of(squares: Tensor) -> Tensor:
+    """Return how much each input's errors count, by the mean squares of the inputs: int64 [blocks * 32].
+
+    squares: float32 [in]. The largest of each half block is 65535, and none is 0 but of inputs that fill up a block.
+    """
+    padding = n_blocks(len(squares)) * FourBitFormat.block - len(squares)
+    halves = nn.functional.pad(squares.double(), (0, padding)).view(-1, FourBitFormat.half)
+    part = (halves / halves.amax(1, keepdim=True)).nan_to_num_(1.0)  # of zeros alone each counts alike
+    shares = part.mul_(FourBitFormat.share_most).round_().clamp_(min=1).long().flatten()
+    shares[len(squares) :] = 0
+    return shares
+
+
+def _numbers(quarters: Tensor, shares: Tensor | None) -> Tensor:
+    """Return the number of each half block, uint8 [halves]. quarters: int32 [halves, 16], from 0 on.
+
+    shares: int64 [halves, 16], by which errors are weighed; None: all count alike.
+    """
     most = FourBitFormat.quarters
     peaks = (quarters - most).abs_().amax(-1)
     starts = _starts()[peaks]
@@ -125,16 +155,33 @@ def _numbers(quarters: Tensor) -> Tensor:
     tables_sought = 8 * FourBitFormat.sought
     for start in starts.unique().tolist():
         those = (starts == start).nonzero()[:, 0]
-        sums = nn.functional.embedding_bag(quarters[those], _errors_from(start), mode="sum")  # exact
+        if shares is None:
+            sums = nn.functional.embedding_bag(quarters[those], _errors_from(start), mode="sum")  # exact
+        else:
+            sums = _weighed_sums(quarters[those], shares[those], start)
         ranks = sums.to(torch.int32).mul_(tables_sought).add_(torch.arange(tables_sought, dtype=torch.int32))
         first = ranks.amin(-1) % tables_sought  # of several that are equal; argmin does not promise it
         numbers[those] = (first + 8 * start).to(torch.uint8)
     return numbers
 
 
-def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Tensor, Tensor, Tensor]:
+def _weighed_sums(quarters: Tensor, shares: Tensor, start: int) -> Tensor:
+    """Return the errors of the tables of eight sizes, from `start` on, weighed: int64 [halves, 64], of 16 bits."""
+    errors = _weighed_errors()[:, 8 * start : 8 * (start + FourBitFormat.sought)]
+    sums = torch.zeros(len(quarters), errors.shape[1], dtype=torch.int64)
+    for each in range(FourBitFormat.half):
+        sums += (errors[quarters[:, each]] * shares[:, each, None]) >> 16
+    return sums.clamp_(max=(1 << 16) - 1)
+
+
+def packed(
+    weight: Tensor,
+    limits: FourBitLimits = FourBitLimits(),
+    squares: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round a matrix [out, in] to int4. Returns its codes, its half blocks' numbers and its rows' scales.
 
+    squares: float32 [in], the mean squares of its inputs; None: they are not known.
     codes: uint8 [out, blocks * 16]; a block's octet has a weight of its first half in the low bits, and one of its
     second half in the high bits. numbers: uint8 [out, blocks * 2]. scales: float32 [out]. What lacks of a row's last
     block are zeros. The same bits on every processor.
@@ -145,22 +192,28 @@ def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Ten
     numbers = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8, device="cpu")
     scales = torch.empty(n_outputs, dtype=torch.float32, device="cpu")
     rows = max(1, limits.rounded_max // n_inputs)
+    shares, search = (None if squares is None else shares_of(squares)), _search(weighed=squares is not None)
+    if shares is not None:
+        search = replace(search, shares=shares.to(torch.uint16))
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
         part = weight[some]
-        parts = _rounded(part.detach().float()) if compiled is None else compiled.sought(part, _search())
+        parts = _rounded(part.detach().float(), shares) if compiled is None else compiled.sought(part, search)
         codes[some], numbers[some], scales[some] = parts
     return codes, numbers, scales
 
 
-def _rounded(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round some rows, float32 [out, in], by torch's operations. What is no number becomes zero, and its scale none."""
+def _rounded(part: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round some rows, float32 [out, in], by torch's operations. What is no number becomes zero, and its scale none.
+
+    shares: int64 [blocks * 32], or None.
+    """
     half, most, blocks = FourBitFormat.half, FourBitFormat.quarters, n_blocks(part.shape[1])
     scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
     quarters = (part / scale[:, None]).nan_to_num_(0.0).mul_(4).round_().add_(most)
     quarters = nn.functional.pad(quarters, (0, blocks * FourBitFormat.block - part.shape[1]), value=float(most))
     quarters = quarters.to(torch.int32).reshape(-1, half)
-    number = _numbers(quarters)
+    number = _numbers(quarters, None if shares is None else shares.view(-1, half).repeat(len(part), 1))
     code = _errors()[1][number.int()[:, None], quarters].view(len(part), blocks, 2, half)
     return (code[:, :, 0] | code[:, :, 1] << 4).flatten(1), number.view(len(part), -1), scale
 
@@ -191,9 +244,9 @@ class FourBitMatrix(RoundedMatrix):
         self._limits = limits
 
     @classmethod
-    def of(cls, weight: Tensor) -> "FourBitMatrix":
-        """Round a weight of any float dtype."""
-        return cls(weight.shape[1], *packed(weight))
+    def of(cls, weight: Tensor, squares: Tensor | None = None) -> "FourBitMatrix":
+        """Round a weight of any float dtype. squares: as `packed` takes them."""
+        return cls(weight.shape[1], *packed(weight, squares=squares))
 
     @classmethod
     def restored(cls, size: tuple[int, int], parts: Sequence[Tensor]) -> "FourBitMatrix":

@@ -30,7 +30,7 @@ class Form:
 
 
 def matrix_for(weights: str) -> type[RoundedMatrix]:
-    """Return the kind of matrix that names a class. weights: "int8", "int4" or "own4".
+    """Return the kind of matrix that names a class. weights: "int8", "int4", "own4", or as `Importance.named`.
 
     Raises BadConfiguration for another name.
     """
@@ -38,6 +38,8 @@ def matrix_for(weights: str) -> type[RoundedMatrix]:
     for kind in kinds:
         if kind.weights == weights:
             return kind
+    if weights.startswith(f"{FourBitMatrix.weights}-"):
+        return FourBitMatrix
     raise BadConfiguration("quantize", f"{weights!r} is neither int8 nor int4")
 
 

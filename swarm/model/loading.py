@@ -34,7 +34,7 @@ from swarm.model.kept import Kept, parts_of
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.kinds import matrix_for
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
-from swarm.model.quantising import Rounding, prove_rounded, quantised_bytes, refuse_to_quantise
+from swarm.model.quantising import Rounding, importance_for, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 from swarm.model.stored import Stored
@@ -58,7 +58,8 @@ def load_span(
     """Fetch, verify and load some blocks of a model.
 
     quantize: "int8" or "int4" gives linear layers such weights, where `quantisation_for` finds kernels for them.
-    "own4" keeps the codes of a checkpoint that is quantised in 4 bits.
+    "int4-" with the digest of the checkpoint's importance rounds by it (`Importance.named`). "own4" keeps the codes of
+    a checkpoint that is quantised in 4 bits.
     rounded: where such weights are kept for the next time, as soon as its `write` is called. Blocks that it has are
     neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
@@ -71,14 +72,14 @@ def load_span(
         hollow = names.hollow
         matrix = matrix_for(quantize)
         refuse_to_quantise(checkpoint, hollow, blocks, quantize)  # before anything is downloaded
-        wanted = expected_dtype(checkpoint, dtype)
+        wanted, importance = expected_dtype(checkpoint, dtype), importance_for(checkpoint, quantize)
         kept = None
         if rounded is not None and matrix.rounds:
             rounded.tidy()
             key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow), matrix)
             kept = Kept(rounded, key, parts, wanted)
-        rounding = Rounding(hollow, blocks, wanted, matrix, kept)
+        rounding = Rounding(hollow, blocks, wanted, matrix, kept, importance)
     model = _load(names, dtype, torch.device(device), rounding)
     span = Span.of(model, checkpoint.traits, blocks, limits)
     if rounding is not None:

@@ -155,11 +155,11 @@ class WeightIndex(BaseModel):
         return json.dumps({"metadata": {}, "weight_map": kept}).encode()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a small file so that a reader sees either all of it or the one before."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

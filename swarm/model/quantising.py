@@ -18,6 +18,7 @@ from swarm.model.compiled import is_installed, prepare_kernels
 from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.fourbits import FourBitMatrix
 from swarm.model.hollow import blocks_of, class_for, skeleton
+from swarm.model.importance import IMPORTANCE_NAME, Importance
 from swarm.model.integer import (
     IntegerLimits,
     RoundedMatrix,
@@ -72,8 +73,26 @@ def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) 
     size, times = ("a quarter of bfloat16's memory, and less exact", "several times the speed")
     if weights == "int8":
         size, times = ("half of bfloat16's memory, and as exact", "a quicker start")
+    elif (importance := checkpoint.importance()) is not None:
+        weights = importance.named(weights)
+        size += f", by the checkpoint's {IMPORTANCE_NAME}"
     slow = "" if device.type != "cpu" or is_installed() else f"; pip install 'swarm-inference[integers]' for {times}"
     return Quantisation(weights, size + slow)
+
+
+def importance_for(checkpoint: Checkpoint, weights: str) -> Importance | None:
+    """Return what weights of this name are rounded by; None: by nothing. Raises what `Checkpoint.importance` does.
+
+    UnsupportedCheckpoint also where the checkpoint has another file than the one that the name has the digest of.
+    """
+    kind, _, digest = weights.partition("-")
+    if not digest:
+        return None
+    found = checkpoint.importance()
+    if found is None or found.named(kind) != weights:
+        has = "it has no such file" if found is None else f"its own makes {found.named(kind)}"
+        raise UnsupportedCheckpoint(checkpoint.model, f"{weights} is of another {IMPORTANCE_NAME}: {has}")
+    return found
 
 
 def _may_be(checkpoint: Checkpoint, weights: str) -> str | None:
@@ -137,13 +156,15 @@ class Rounding:
         dtype: torch.dtype,
         matrix: type[RoundedMatrix],
         kept: Kept | None = None,
+        importance: Importance | None = None,
         limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
     ) -> None:
         """skeleton: the hollow model, on the meta device. dtype: in which it is loaded.
 
-        matrix: the kind that names the class. kept: by a cache on disk.
+        matrix: the kind that names the class. kept: by a cache on disk. importance: of inputs, which int4 regards.
         """
         self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
+        self._importance = importance
         kinds = self._kinds(skeleton)
         self._linears = {
             f"{name}.weight": kinds[module]
@@ -178,7 +199,7 @@ class Rounding:
         if not self._matrix.rounds:
             return tensor
         self._settle()  # or more than two tensors would be in memory
-        self._coming = name, self._beside.submit(self._linears[name].of, tensor)
+        self._coming = name, self._beside.submit(self._rounded, self._linears[name], name, tensor)
         return nothing(tensor.shape, self._dtype)
 
     def read_stored(self, name: str, weight: Stored) -> Tensor:
@@ -202,8 +223,12 @@ class Rounding:
         for module, kind in self._kinds(model).items():
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
             there = [self._read.pop(name) for name in names if name in self._read]
+            if not there and self._matrix.rounds and isinstance(module, nn.Linear):
+                there = [self._rounded(kind, names[0], module.weight)]
             if there or self._matrix.rounds:
                 to_integers(module, kind, there)
+        if self._importance is not None:
+            vars(model)["rounded_by"] = self._importance.named(self._matrix.weights)
         for index in self._blocks:
             make_steady(blocks_of(model)[index])
         if device.type != "cpu":
@@ -222,6 +247,12 @@ class Rounding:
             name, coming = self._coming
             self._coming = None
             self._read[name] = coming.result()
+
+    def _rounded(self, kind: type[RoundedMatrix], name: str, weight: Tensor) -> RoundedMatrix:
+        """Round a linear layer's weight. Raises UnsupportedCheckpoint where the importance is of other inputs."""
+        if self._importance is None or kind is not FourBitMatrix:
+            return kind.of(weight)
+        return FourBitMatrix.of(weight, self._importance.of(name, weight.shape[1]))
 
     def _kinds(self, model: PreTrainedModel) -> dict[nn.Module, type[RoundedMatrix]]:
         layers, found = blocks_of(model), dict[nn.Module, type[RoundedMatrix]]()

@@ -2,6 +2,7 @@
 
 In int4 a half block's 16 weights are looked up in the errors of 64 tables at once, and the 16 rows are added up.
 Errors have 16 bits and stay at their largest number. So do sums: a table that is chosen has far less.
+"Weighed" errors are multiplied by 16 bits of their input first, and the upper half of each product is added up.
 """
 
 from typing import Literal
@@ -52,17 +53,18 @@ def int8_code(dtype: Dtype, steps: int, least: float) -> str:
     return module_of([code.text()], _DECLARED)
 
 
-def int4_code(dtype: Dtype, steps: int, least: float) -> str:
+def int4_code(dtype: Dtype, steps: int, least: float, *, weighed: bool = False) -> str:
     """Return a module with `round`. dtype: of the weights. steps: of the largest weight of a row. least: a scale.
 
     rows: [outputs, inputs]. errors: uint16 [8 * steps + 1, 256], of weights in quarters of a step, from the
     least on. ends: int16 [256, 16], the last weight of each table's codes. starts: uint8 [4 * steps + 1], the first
-    size that is sought, by a half block's largest weight. quarters: int16 [32 * blocks], to work with. codes, numbers
-    and scales: as `fourbits.packed` returns them.
+    size that is sought, by a half block's largest weight. shares: uint16 [32 * blocks], how much each input's errors
+    count; not read unless `weighed`. quarters: int16 [32 * blocks], to work with. codes, numbers and scales: as
+    `fourbits.packed` returns them.
     """
     zero = 4 * steps
     code = Code(
-        "@round(ptr noalias %rows, ptr noalias %errors, ptr noalias %ends, ptr noalias %starts, "
+        "@round(ptr noalias %rows, ptr noalias %errors, ptr noalias %ends, ptr noalias %starts, ptr noalias %shares, "
         "ptr noalias %quarters, ptr noalias %codes, ptr noalias %numbers, ptr noalias %scales, "
         "i64 %outputs, i64 %inputs, i64 %blocks)"
     )
@@ -81,8 +83,8 @@ def int4_code(dtype: Dtype, steps: int, least: float) -> str:
             for half in range(2):
                 which = code.let(f"add i64 {code.times(number, 2)}, {half}")
                 first = code.at("i16", "%quarters", code.times(which, 16))
-                weights = [_loaded(code, "i16", first, str(each)) for each in range(16)]
-                chosen = _sought(code, first, weights, zero)
+                shares = code.at("i16", "%shares", code.times(which, 16)) if weighed else None
+                chosen = _sought(code, first, shares, zero)
                 octet = code.let(f"trunc i64 {chosen} to i8")
                 code.do(f"store i8 {octet}, ptr {code.at('i8', number_row, which)}, align 1")
                 halves.append(_placed(code, first, code.at("i16", "%ends", code.times(chosen, 16))))
@@ -166,19 +168,25 @@ def _quarters(code: Code, row: _Row, scale: str, zero: int, padded: str) -> None
     code.loop("%inputs", padded, 1, (), fill)
 
 
-def _sought(code: Code, first: str, weights: list[str], zero: int) -> str:
-    """Return the number of the table of least error, i64: of several that are equal, the lowest."""
+def _sought(code: Code, first: str, shares: str | None, zero: int) -> str:
+    """Return the number of the table of least error, i64: of several that are equal, the lowest.
+
+    first: the place of 16 weights. shares: that of their inputs' shares; None: each error counts in full.
+    """
     together = code.let(f"load <16 x i16>, ptr {first}, align 2")
     away = code.let(f"sub <16 x i16> {together}, splat (i16 {zero})")
     sizes = code.let(f"call <16 x i16> @llvm.abs.v16i16(<16 x i16> {away}, i1 false)")
     peak = code.let(f"call i16 @llvm.vector.reduce.umax.v16i16(<16 x i16> {sizes})")
     start = code.times(_loaded(code, "i8", "%starts", code.let(f"zext i16 {peak} to i64")), 8)
     sums = ["zeroinitializer", "zeroinitializer"]
-    for weight in weights:
-        place = code.let(f"add i64 {code.times(weight, 256)}, {start}")
+    for each in range(16):
+        place = code.let(f"add i64 {code.times(_loaded(code, 'i16', first, str(each)), 256)}, {start}")
+        share = None if shares is None else code.let(f"load i16, ptr {code.at('i16', shares, str(each))}, align 2")
         for part in range(2):
             at = code.at("i16", "%errors", code.let(f"add i64 {place}, {32 * part}"))
             errors = code.let(f"load <32 x i16>, ptr {at}, align 2")
+            if share is not None:
+                errors = _weighed(code, errors, share)
             arguments = f"<32 x i16> {sums[part]}, <32 x i16> {errors}"
             sums[part] = code.let(f"call <32 x i16> @llvm.uadd.sat.v32i16({arguments})")
     both = code.let(f"call <32 x i16> @llvm.umin.v32i16(<32 x i16> {sums[0]}, <32 x i16> {sums[1]})")
@@ -189,6 +197,14 @@ def _sought(code: Code, first: str, weights: list[str], zero: int) -> str:
         masks.append(code.let(f"zext i32 {code.let(f'bitcast <32 x i1> {equal} to i32')} to i64"))
     mask = code.let(f"or i64 {masks[0]}, {code.let(f'shl i64 {masks[1]}, 32')}")
     return code.let(f"add i64 {code.let(f'call i64 @llvm.cttz.i64(i64 {mask}, i1 true)')}, {start}")
+
+
+def _weighed(code: Code, errors: str, share: str) -> str:
+    """Return the upper halves of the products of 32 errors with a share, all of them i16 without a sign."""
+    wide = code.let(f"zext <32 x i16> {errors} to <32 x i32>")
+    times = code.let(f"zext <32 x i16> {code.splat('i16', share, 32)} to <32 x i32>")
+    high = code.let(f"lshr <32 x i32> {code.let(f'mul <32 x i32> {wide}, {times}')}, splat (i32 16)")
+    return code.let(f"trunc <32 x i32> {high} to <32 x i16>")
 
 
 def _placed(code: Code, first: str, ends: str) -> str:

@@ -42,6 +42,7 @@ def test_a_route_has_the_bounds_of_its_widest_class():
     assert bounds_of(classes("float32", "float32+int8")).typical > integers.typical
     assert bounds_of(classes("float32", "float32")) == float32
     assert bounds_of(classes("float32+int4")) == integers  # the arithmetic is the same
+    assert bounds_of(classes("float32+int4-0123456789ab")) == integers
     assert bounds_of(classes("bfloat16+int4")) == bounds_of(classes("bfloat16"))
     assert bounds_of(classes("float32+q4_0")) == bounds_of(classes("bfloat16"))
     assert bounds_of(classes("float32++int8")).worst > bounds_of(classes("bfloat16")).worst

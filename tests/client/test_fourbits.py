@@ -1,10 +1,15 @@
 """Routes of servers with int4 weights: a tier of their own, and the same text wherever they are cut."""
 
+import shutil
+
 import pytest
 import torch
 
 from swarm.client.planning.preferences import Preferences
 from swarm.errors import NoRoute
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.importance import IMPORTANCE_NAME, write_importance
+from swarm.model.weighing import measured
 from tests.client.test_repair import ONE, After, route_of, settings
 from tests.support.inprocess import inprocess
 
@@ -75,3 +80,44 @@ def test_hops_may_die_while_tokens_come(checkpoint, alone):
             assert struck
             assert not set(struck) & set(route_of(swarm, model))
     assert torch.equal(got, alone[0])
+
+
+@pytest.fixture(scope="module")
+def weighed(checkpoint, tmp_path_factory):
+    """The same checkpoint beside the sizes of its layers' inputs, and the name of weights by them."""
+    folder = tmp_path_factory.mktemp("weighed") / "model"
+    shutil.copytree(checkpoint, folder)
+    opened = open_checkpoint(folder)
+    squares = measured(opened, torch.arange(64, dtype=torch.int32).view(2, 32))
+    return folder, write_importance(str(folder), folder / IMPORTANCE_NAME, opened.root, squares).named("int4")
+
+
+def test_servers_that_regard_inputs_sizes_are_a_class_of_that_tier(weighed):
+    folder, weights = weighed
+    with inprocess(folder) as swarm:
+        swarm.serve("0:6", quantize=weights)
+        with swarm.client(preferences=ANY) as model:
+            expected = model.generate(ONE, **settings())
+    struck = []
+
+    def strike():
+        struck.append(route_of(swarm, model)[1])
+        swarm.crash(struck[0])
+
+    with inprocess(folder) as swarm:
+        for blocks in (*CUTS, "2:4"):
+            swarm.serve(blocks, quantize=weights)
+        with swarm.client(preferences=ANY) as model:
+            assert torch.equal(model.generate(ONE, **settings(After(3, strike))), expected)
+            assert struck
+            assert {str(server.span.numeric_class) for server in route_of(swarm, model)} == {f"float32+{weights}"}
+
+
+def test_a_route_may_have_servers_with_and_without_that_file(weighed, checkpoint):
+    folder, weights = weighed
+    with inprocess(folder) as swarm:
+        swarm.serve("0:3", quantize=weights)
+        swarm.serve("3:6", quantize="int4")
+        with swarm.client(preferences=ANY) as model:
+            assert model.generate(ONE, **settings()).shape[1] > ONE.shape[1]
+            assert model.exactness == "tier"

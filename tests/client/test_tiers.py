@@ -25,6 +25,7 @@ ALL = Blocks(0, 12)
         *((name, Tier.FULL) for name in ("bfloat16+bitsandbytes-8bit", "float16+gptq-8bit", "float32++int8")),
         *((name, Tier.FOUR_BITS) for name in ("float32+int4", "bfloat16+nf4", "bfloat16+mxfp4", "float32+q4_0")),
         *((name, Tier.FOUR_BITS) for name in ("bfloat16+bitsandbytes-4bit", "float16+gptq-4bit")),
+        ("bfloat16+int4-0123456789ab", Tier.FOUR_BITS),
         ("bfloat16+fp8", Tier.FLOAT8),
     ],
 )
@@ -146,6 +147,8 @@ CPU, OTHER_CPU = "Some Processor 9, AVX2, torch 2.13.0", "Some Processor 7, AVX2
         ([("bfloat16+int8", CPU)] * 2, {}, "bits"),
         ([("float32+int4", CPU)] * 2, {}, "bits"),
         ([("bfloat16+int4", CPU)] * 2, {}, "bits"),
+        ([("float32+int4-0123456789ab", CPU)] * 2, {}, "bits"),
+        ([("float32+int4-0123456789ab", CPU), ("float32+int4", CPU)], {}, "tier"),
         ([("float32+int4", CPU), ("float32+int4", OTHER_CPU)], {}, "tier"),  # it was not measured
         ([("float32+int8", CPU)] * 2, {"coding": "int8"}, "tier"),
         ([("float32+int8", CPU), ("float32+int8", OTHER_CPU)], {}, "tokens"),
