@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,9 @@ def main() -> None:
         table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
     if not options.no_quality:
         classes = [name for name in CLASSES if name == "float32" or name in options.classes]
-        windows = 2 if options.quick else options.windows
-        qualities = quality_of(options.model, windows, classes, weigh=options.weigh)
-        flips = {} if options.no_flips else flips_of(options.model)
+        with weighed(options.model) if options.weigh else nullcontext(options.model) as model:
+            qualities = quality_of(model, 2 if options.quick else options.windows, classes)
+            flips = {} if options.no_flips else flips_of(model)
         columns, rows, far = compared(qualities, flips)
         table("held-out text", columns, rows)
     write_json(
@@ -138,7 +138,7 @@ def compared(
     exact = qualities["float32"].perplexity
     rows = [
         (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}")
-        + ((str(flips.get(name, "")),) if flips else ())
+        + ((str(flips[name]),) if flips else ())
         for name, q in qualities.items()
     ]
     far = [
@@ -150,32 +150,33 @@ def compared(
     return columns, rows, far
 
 
-def quality_of(model: Path, windows: int, classes: Sequence[str], *, weigh: bool) -> dict[str, Quality]:
-    """Read held-out text in each class, float32 first. weigh: in int4 by inputs' sizes as well, at last."""
-    rows = held_out(model, windows)
+def quality_of(model: Path, windows: int, classes: Sequence[str]) -> dict[str, Quality]:
+    """Read held-out text in each class, float32 first, and at last by inputs' sizes where the checkpoint has them."""
+    rows, kinds = held_out(model, windows), kinds_of(model)
+    found: dict[str, Quality] = {}
     expected: list[Tensor] = []
-
-    def quality(name: str, likelihoods: Iterator[Tensor]) -> Quality:
+    for name in (*classes, *(kinds.keys() - CLASSES.keys())):
         loss = kl = same = 0.0
-        for number, likely in enumerate(likelihoods):
+        for number, likely in enumerate(read(model, *kinds[name], rows)):
             if name == "float32":
                 expected.append(likely)
             reference = expected[number]
             loss -= float(likely[:-1].gather(1, rows[number, 1:, None]).mean())
             kl += float((reference.exp() * (reference - likely)).sum(-1).mean())
             same += float((likely.argmax(-1) == reference.argmax(-1)).float().mean())
-        return Quality(math.exp(loss / windows), kl / windows, same / windows)
-
-    found = {name: quality(name, read(model, *CLASSES[name], rows)) for name in classes}
-    if weigh:
-        with weighed(model) as (folder, weights):
-            found[WEIGHED] = quality(WEIGHED, read(folder, torch.float32, weights, rows))
+        found[name] = Quality(math.exp(loss / windows), kl / windows, same / windows)
     return found
 
 
+def kinds_of(model: Path) -> dict[str, tuple[torch.dtype, str | None]]:
+    """Return the dtype and the weights of each class that a checkpoint can have."""
+    importance = open_checkpoint(model).importance()
+    return CLASSES if importance is None else {**CLASSES, WEIGHED: (torch.float32, importance.named("int4"))}
+
+
 @contextmanager
-def weighed(model: Path) -> Iterator[tuple[Path, str]]:
-    """Make a checkpoint with the same files and its inputs' sizes. Yields it, and the name of weights by them."""
+def weighed(model: Path) -> Iterator[Path]:
+    """Make a checkpoint of the same files that has its inputs' sizes, too."""
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
         folder = Path(name)
         for path in model.iterdir():
@@ -185,8 +186,8 @@ def weighed(model: Path) -> Iterator[tuple[Path, str]]:
         random.Random(SEED).shuffle(texts)
         sizes = {"positions": WINDOW, "windows_max": 64, "vocabulary": checkpoint.config.vocab_size}
         squares = measured(checkpoint, text_windows(checkpoint.texts().tokenizer(), texts, **sizes))
-        importance = write_importance(str(folder), folder / IMPORTANCE_NAME, checkpoint.root, squares)
-        yield folder, importance.named("int4")
+        write_importance(str(folder), folder / IMPORTANCE_NAME, checkpoint.root, squares)
+        yield folder
 
 
 def flips_of(model: Path) -> dict[str, int]:
@@ -202,9 +203,8 @@ def flips_of(model: Path) -> dict[str, int]:
 def choices_of(model: Path) -> dict[str, Tensor]:
     """Return each class's first choices. Shape of each: [windows * tokens]."""
     rows = held_out(model, FLIP_WINDOWS)
-    return {
-        name: torch.cat([likely.argmax(-1) for likely in read(model, *kind, rows)]) for name, kind in CLASSES.items()
-    }
+    kinds = kinds_of(model)
+    return {name: torch.cat([likely.argmax(-1) for likely in read(model, *kind, rows)]) for name, kind in kinds.items()}
 
 
 def held_out(model: Path, windows: int) -> Tensor:

@@ -127,7 +127,8 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     show_default=True,
     help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors, others with llvmlite); "
     "auto: a checkpoint's own 4 bits, else int8 where that can be; "
-    "int4: weights in a quarter, less exact; on GPUs auto changes nothing",
+    "int4: weights in a quarter, less exact, and half as much so with a file of swarm-importance; "
+    "on GPUs auto changes nothing",
 )
 @click.option(
     "--quantize-cache",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.activations import NumericClass, Tier, tier_of
 from swarm.blocks import Blocks
-from swarm.errors import BadConfiguration, UnsupportedCheckpoint
+from swarm.errors import BadConfiguration, ChecksumMismatch, UnsupportedCheckpoint
 from swarm.model import fourbits
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
@@ -24,6 +24,7 @@ from swarm.model.loading import block_bytes, load_span
 from swarm.model.quantising import quantisation_for
 from swarm.model.weighing import measured
 from swarm.model.weightcache import WeightCache, WeightCacheLimits
+from tests.support.hub import Hub
 from tests.support.often import rest_is_long
 from tests.support.steps import cuts_that_show, random, through
 from tests.support.swarms import DEMO_CHECKPOINT, environment
@@ -262,6 +263,22 @@ def test_a_file_of_other_layers_is_refused(weighed):
     found = write_importance(str(weighed), weighed / IMPORTANCE_NAME, checkpoint.root, {name: torch.ones(3)})
     with pytest.raises(UnsupportedCheckpoint, match=rf"has 3 inputs of {name}, which has \d+"):
         load_span(checkpoint, Blocks(0, 2), quantize=found.named("int4"))
+
+
+def test_a_repository_of_the_hub_has_it_beside_its_weights(weighed, tmp_path):
+    expected = open_checkpoint(weighed).importance()
+    with Hub() as hub:
+        hub.add("org/llama", weighed, lfs=(*(path.name for path in weighed.glob("*.safetensors")),))
+        checkpoint = open_checkpoint("org/llama", cache_dir=tmp_path / "cache", endpoint=hub.url)
+        quantisation_for("int8", checkpoint, CPU)
+        assert IMPORTANCE_NAME not in hub.files_fetched("org/llama")
+        hub.flip_byte("org/llama", IMPORTANCE_NAME, -5)
+        with pytest.raises(ChecksumMismatch, match=IMPORTANCE_NAME):
+            quantisation_for("int4", checkpoint, CPU)
+        hub.heal()
+        weights = quantisation_for("int4", checkpoint, CPU).weights
+        assert weights == expected.named("int4")
+        assert load_span(checkpoint, Blocks(0, 1), quantize=weights).numeric_class.weights == weights
 
 
 # --- the command
