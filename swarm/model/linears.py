@@ -8,7 +8,8 @@ memory beside them. The numbers stay: fp32 is multiplied and added up in fp32, i
 *Widened*: on processors without instructions for bfloat16 or float16, such as those with AVX2 alone, torch multiplies
 each row by itself: 64 took 30 times as long as one. There a layer makes float32 of some rows of its
 weight, which stay in the processor's cache, multiplies all inputs by them, and goes on to the next rows. Products of
-two such numbers are exact in float32, so only the order of additions is another one.
+two such numbers are exact in float32, so only the order of additions is another one. oneDNN multiplies such rows as they
+are: prompts take 4 % less than by torch's own product, and packing rows that are used once costs more than it gains.
 
 *Compiled*: where there is `llvmlite`, LLVM compiles a loop that widens weights in registers (`swarm.model.halfcode`).
 Batches are the faster for it. Single rows and prompts go on as above.
@@ -30,13 +31,10 @@ class LinearLimits:
     """How weights are taken."""
 
     layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
-    tile_bytes: int = limit(1 << 20, "bytes", "of widened weights at a time; they stay in a core's cache")
-    few: int = limit(8, "tokens", "up to which a widened batch lies by rows; larger ones lie by columns")
+    few: int = limit(8, "tokens", "up to which torch multiplies widened weights; for more oneDNN is faster")
+    tile_bytes: int = limit(1 << 20, "bytes", "of weights that are widened at a time for few tokens")
+    tile_outputs: int = limit(256, "outputs", "whose weights are widened at a time for more; fewer take longer")
     compiled_below: int = limit(48, "tokens", "of a batch that compiled code multiplies; longer ones are widened")
-    many: int = limit(128, "tokens", "from which it lies by rows again: columns take a fifth longer for 512")
-    tile_bytes_many: int = limit(
-        8 << 20, "bytes", "as `tile_bytes`, of so many tokens: it is read often, cached or not"
-    )
 
 
 class OtherLinear(nn.Linear):
@@ -81,7 +79,7 @@ class PackedLinear(OtherLinear):
 
     @classmethod
     def multiply(cls, input: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply; [..., in] -> [..., out]."""
+        """Multiply; [..., in] -> [..., out]. It takes weights in the order of torch, too."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(input, prepared, bias, "none", [], "")
         return output
 
@@ -119,14 +117,14 @@ class WidenedLinear(OtherLinear):
         rows = input.numel() // n_inputs
         if rows == 1:
             return nn.functional.linear(input, prepared, bias)
-        wide, few, many = input.reshape(rows, n_inputs).float(), rows <= cls.limits.few, rows >= cls.limits.many
-        height = max(1, (cls.limits.tile_bytes_many if many else cls.limits.tile_bytes) // (4 * n_inputs))
-        tile = torch.empty(min(height, n_outputs), n_inputs)
-        columns = None if few or many else wide.T.contiguous()
+        wide, few = input.reshape(rows, n_inputs).float(), rows <= cls.limits.few
+        height = min(n_outputs, max(1, cls.limits.tile_bytes // (4 * n_inputs)) if few else cls.limits.tile_outputs)
+        multiply = nn.functional.linear if few or not torch.backends.mkldnn.is_available() else PackedLinear.multiply
+        tile = torch.empty(height, n_inputs)
         output = torch.empty(rows, n_outputs, dtype=input.dtype)
         for at in range(0, n_outputs, height):
             part = tile[: n_outputs - at].copy_(prepared[at : at + height])
-            sums = wide @ part.T if columns is None else torch.mm(part, columns).T
+            sums = multiply(wide, part, None)
             if bias is not None:
                 sums += bias[at : at + height]
             output[:, at : at + height] = sums
