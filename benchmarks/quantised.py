@@ -57,6 +57,7 @@ CLASSES: dict[str, tuple[torch.dtype, str | None]] = {
     "bfloat16+int4": (torch.bfloat16, "int4"),
 }
 WEIGHED = "float32+int4, weighed"
+BY_TORCH = "bfloat16 by torch"  # as a span computes without `choose_kernels`
 MOST = {  # KL, and perplexity to float32's
     "float32+int8": (0.0005, 1.002),
     "float32+int4": (0.05, 1.04),
@@ -84,7 +85,11 @@ def main() -> None:
     arguments.add_argument("--blocks", type=int, default=12)
     arguments.add_argument("--count", type=int, default=20, help="samples of each step")
     arguments.add_argument(
-        "--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="what is measured; quality needs float32"
+        "--classes",
+        nargs="+",
+        choices=[*CLASSES, BY_TORCH],
+        default=list(CLASSES),
+        help="what is measured; quality needs float32",
     )
     alone = arguments.add_mutually_exclusive_group()
     alone.add_argument("--no-speed", action="store_true", help="quality alone")
@@ -243,11 +248,11 @@ def speed_of(
         save_checkpoint(Path(folder), "llama", torch.bfloat16, SEED, **shape)
         checkpoint = open_checkpoint(folder)
         for name in classes:
-            dtype, quantize = CLASSES[name]
+            dtype, quantize = CLASSES["bfloat16" if name == BY_TORCH else name]
             began = time.perf_counter()
             spans[name] = load_span(checkpoint, Blocks(0, blocks), dtype=dtype, quantize=quantize)
             loads[name] = time.perf_counter() - began
-            kind = choose_kernels(spans[name])
+            kind = None if name == BY_TORCH else choose_kernels(spans[name])
             ways[name] = "as they are" if kind is None else kind.says
     rows: list[tuple[str, ...]] = []
     timed: dict[str, Samples] = {}
