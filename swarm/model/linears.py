@@ -8,8 +8,8 @@ memory beside them. The numbers stay: fp32 is multiplied and added up in fp32, i
 *Widened*: on processors without instructions for bfloat16 or float16, such as those with AVX2 alone, torch multiplies
 each row by itself: 64 took 30 times as long as one. There a layer makes float32 of some rows of its
 weight, which stay in the processor's cache, multiplies all inputs by them, and goes on to the next rows. Products of
-two such numbers are exact in float32, so only the order of additions is another one. oneDNN multiplies such rows as they
-are: prompts take 4 % less than by torch's own product, and packing rows that are used once costs more than it gains.
+two such numbers are exact in float32, so only the order of additions is another one. oneDNN multiplies such rows as
+they are: prompts take 4 % less than by torch's own product. Packing rows that are used once costs more than it gains.
 
 *Compiled*: where there is `llvmlite`, LLVM compiles a loop that widens weights in registers (`swarm.model.halfcode`).
 Batches are the faster for it. Single rows and prompts go on as above.
