@@ -262,7 +262,7 @@ def speed_of(
         for what in kinds:
             turns = {f"{what}, {name}": works[name][what] for name in spans}
             interleaved(1, turns)  # warms up
-            timed |= interleaved(max(1, count // 5) if what.startswith("prompt") else count, turns)
+            timed |= interleaved(max(3, count // 5) if what.startswith("prompt") else count, turns)
     base = "bfloat16" if "bfloat16" in classes else classes[0]
     for name, span in spans.items():
         best = [min(timed[f"{what}, {name}"].ms) for what in kinds]
