@@ -57,7 +57,7 @@ class Loader:
     def __init__(self, arguments: SpanArguments, checkpoint: Checkpoint, device: torch.device) -> None:
         """Raise BadConfiguration where the device has no kernels for the weights that are asked for."""
         chosen = quantisation_for(arguments.quantize, checkpoint, device)
-        if arguments.quantize == "auto":
+        if (chosen.weights or "none") != arguments.quantize:
             _log.info("weights chosen", quantize=chosen.weights or "none", why=chosen.why)
         self.checkpoint = checkpoint
         self.quantize = chosen.weights

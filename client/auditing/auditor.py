@@ -20,7 +20,7 @@ from torch import Tensor, cat
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
-from swarm.client.auditing.bounds import bounds_of, distance
+from swarm.client.auditing.bounds import are_comparable, bounds_of, distance
 from swarm.client.auditing.collect import CollectLimits, Way, collected
 from swarm.client.auditing.edges import Edge
 from swarm.client.auditing.evidence import Evidence
@@ -229,7 +229,10 @@ class Auditor:
         """Compute a session's positions anew on one route. Raises SwarmError."""
         testimony = case.testimony
         plan = self._plan(case, shape.prompt)
-        hops = await self.drawn_route(ask, case.blocks, classes_of(testimony.route), plan)
+        held = classes_of(testimony.route)
+        hops = await self.drawn_route(ask, case.blocks, held, plan)
+        if not are_comparable(classes_of(hops), held):
+            raise NoRoute(plan.root, tuple(case.blocks), "other servers' weights are rounded otherwise")
         first, singles = opening(testimony, shape)
         session = await self._opened(plan, case.blocks, hops, first)
         try:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm.activations import NumericClass
+from swarm.activations import NumericClass, Tier, tier_of
+from swarm.client.planning.promise import Held
 from swarm.limits import limit
 
 
@@ -60,6 +61,19 @@ class BoundLimits:
         if numeric_class.dtype != "float32" or (numeric_class.weights and not numeric_class.integers):
             return Bounds(*self.halves)
         return Bounds(*(self.integers if numeric_class.weights else self.float32))
+
+
+def are_comparable(ours: Held, theirs: Held) -> bool:
+    """Whether servers of these classes have weights near enough, in the blocks that both have, to be compared at all.
+
+    Weights of fewer than 8 bits that are rounded otherwise are further apart than a lie need be.
+    """
+    return all(
+        tier_of(our) == Tier.FULL or NumericClass.parse(our).weights == NumericClass.parse(their).weights
+        for blocks, our in ours
+        for others, their in theirs
+        if blocks.start < others.stop and others.start < blocks.stop
+    )
 
 
 def bounds_of(classes: Collection[NumericClass], limits: BoundLimits = BoundLimits()) -> Bounds:

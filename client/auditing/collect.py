@@ -16,7 +16,7 @@ from torch import Tensor, cat
 
 from swarm.activations import Activations, NumericClass
 from swarm.blocks import Blocks
-from swarm.client.auditing.bounds import bounds_of, distance
+from swarm.client.auditing.bounds import are_comparable, bounds_of, distance
 from swarm.client.auditing.evidence import BadEvidence, Evidence
 from swarm.client.auditing.inquest import Ask
 from swarm.client.planning.promise import Held
@@ -24,6 +24,7 @@ from swarm.client.planning.route import Hop, classes_of
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.transcript import Testimony
+from swarm.errors import NoRoute
 from swarm.limits import limit
 from swarm.protocol.attest import Attested
 from swarm.protocol.journal import cut_off, rebuild_messages
@@ -72,6 +73,8 @@ async def collected(
         route = await way.route(Ask(without=without), before, held, plan)
         given = given.with_hidden((await _asked(way, route, before, plan, given, limits))[0])
     route = await way.route(Ask(without=without), hop.blocks, held, plan)
+    if not are_comparable(classes_of(route), classes_of((hop,))):
+        raise NoRoute(plan.root, tuple(hop.blocks), "other servers' weights are rounded otherwise")
     right, _ = await _asked(way, route, hop.blocks, plan, given, limits)
     bounds = bounds_of({NumericClass.parse(each.numeric_class).sent(plan.coding) for each in (hop, *route)})
     for _ in range(limits.tries_max):

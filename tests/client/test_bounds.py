@@ -1,9 +1,11 @@
 """Whether outputs are of the same computation."""
 
+import pytest
 import torch
 
 from swarm.activations import NumericClass
-from swarm.client.auditing.bounds import Bounds, Distance, bounds_of, distance
+from swarm.blocks import Blocks
+from swarm.client.auditing.bounds import Bounds, Distance, are_comparable, bounds_of, distance
 
 ONE = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
 
@@ -46,3 +48,22 @@ def test_a_route_has_the_bounds_of_its_widest_class():
     assert bounds_of(classes("bfloat16+int4")) == bounds_of(classes("bfloat16"))
     assert bounds_of(classes("float32+q4_0")) == bounds_of(classes("bfloat16"))
     assert bounds_of(classes("float32++int8")).worst > bounds_of(classes("bfloat16")).worst
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "comparable"),
+    [
+        ("float32+int8", "bfloat16", True),
+        ("bfloat16+int4", "float32+int4", True),
+        ("float32+int4", "float32+int4-0123456789ab", False),
+        ("float32+int4-0123456789ab", "bfloat16+int4-0123456789ab", True),
+        ("float32+int4-0123456789ab", "float32+int4-00000000000f", False),
+        ("float32+int4", "float32+nf4", False),
+    ],
+)
+def test_weights_of_few_bits_are_compared_if_they_are_rounded_alike(ours, theirs, comparable):
+    elsewhere = (Blocks(0, 2), "float32+nf4")
+    assert (
+        are_comparable([(Blocks(2, 5), ours)], [elsewhere, (Blocks(2, 3), ours), (Blocks(3, 6), theirs)]) is comparable
+    )
+    assert are_comparable([(Blocks(2, 5), theirs)], [elsewhere, (Blocks(4, 6), ours)]) is comparable

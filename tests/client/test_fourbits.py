@@ -5,6 +5,8 @@ import shutil
 import pytest
 import torch
 
+from swarm.client.auditing.auditor import AuditLimits
+from swarm.client.auditing.ledger import Audits
 from swarm.client.planning.preferences import Preferences
 from swarm.errors import NoRoute
 from swarm.model.checkpoint import open_checkpoint
@@ -12,6 +14,7 @@ from swarm.model.importance import IMPORTANCE_NAME, write_importance
 from swarm.model.weighing import measured
 from tests.client.test_repair import ONE, After, route_of, settings
 from tests.support.inprocess import inprocess
+from tests.support.swarms import eventually
 
 ANY = Preferences(quality="any")
 CUTS = ("0:2", "2:4", "4:6")
@@ -121,3 +124,15 @@ def test_a_route_may_have_servers_with_and_without_that_file(weighed, checkpoint
         with swarm.client(preferences=ANY) as model:
             assert model.generate(ONE, **settings()).shape[1] > ONE.shape[1]
             assert model.exactness == "tier"
+
+
+@pytest.mark.parametrize(("others", "found"), [("int4", "unaudited"), (None, "agreed")])
+def test_servers_that_round_otherwise_are_no_witnesses(others, found, weighed):
+    folder, weights = weighed
+    with inprocess(folder) as swarm:
+        for quantize in (weights, others or weights):
+            swarm.serve("0:6", quantize=quantize)
+        with swarm.client(preferences=ANY, audits=AuditLimits(share=1.0)) as model:
+            model.generate(ONE, **settings())
+            eventually(lambda: model.audits != Audits(), 60)
+            assert model.audits == Audits(**{found: 1})
