@@ -30,14 +30,15 @@ def measured(checkpoint: Checkpoint, windows: Tensor) -> dict[str, Tensor]:
     hidden = _embedded(checkpoint, windows)
     found: dict[str, Tensor] = {}
     at_once = max(1, psutil.virtual_memory().available // 2 // block_bytes(checkpoint, torch.float32))
-    with tqdm(total=len(every), desc="blocks", unit="block", disable=None) as bar:
+    with tqdm(total=len(every) * len(hidden), desc="reading texts", unit="block", disable=None) as bar:
         for start in range(0, len(every), at_once):
             blocks = Blocks(start, min(start + at_once, len(every)))
             span = load_span(checkpoint, blocks, dtype=torch.float32)
             with _squares(span) as squares, torch.inference_mode():
-                hidden = [span.forward(each, cache=span.new_cache()) for each in hidden]
+                for number, each in enumerate(hidden):
+                    hidden[number] = span.forward(each, cache=span.new_cache())
+                    bar.update(len(blocks))
             found |= {name: (sums / windows.numel()).float() for name, sums in squares.items()}
-            bar.update(len(blocks))
     return found
 
 
