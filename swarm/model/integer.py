@@ -160,7 +160,10 @@ ALL_EXPERTS_FUNCTIONS.register(IntegerFormat.experts, integer_experts)
 
 
 def integers_of(model: nn.Module) -> str | None:
-    """Return what a model's weights were rounded to, as "int8"; None: they are plain. int4 has some of them in int8."""
+    """Return what a model's weights were rounded to, as "int8"; None: they are plain. int4 has some of them in int8.
+
+    A model that was rounded by an `Importance` knows the name, which its matrices do not.
+    """
     kind = min((matrix.weights for matrix in _all_matrices(model)), default=None)
     return None if kind is None else vars(model).get("rounded_by", kind)
 
