@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -48,11 +48,15 @@ class Packed:
     scales: Tensor
     chunk: int
     tables: Tensor | None = None
+    rows: tuple[tuple[int, int], ...] = field(init=False)  # of codes, numbers, scales: address, and octets of an output
 
     def __post_init__(self) -> None:
         octets = {"int8": torch.int8, "int4": torch.uint8, "own4": torch.uint8}[self.weights]
         for tensor, dtype in ((self.codes, octets), (self.scales, torch.float32)):
             assert tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous()  # noqa: PT018
+        parts = self.codes, self.numbers, self.scales
+        rows = tuple((each.data_ptr(), each.stride(0) * each.element_size()) for each in parts)
+        object.__setattr__(self, "rows", rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,27 +128,31 @@ class CompiledKernels:
         """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
         loops, rows = self._loops_of(matrix.weights), _plain(rows)
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
-        blocks = octets // (32 if matrix.weights == "int8" else 16)
-        chunks, padded = -(-blocks // matrix.chunk), -(-blocks // 2) * 64
-        parts, sums = _new(torch.int8, positions, 2 * padded), _new(torch.int32, chunks, positions, 2)
-        factors, output = _new(torch.float32, positions), _new(torch.float32, positions, n_outputs)
-        theirs = (parts, sums[0], factors, output)
+        blocks, chunk = octets // (32 if matrix.weights == "int8" else 16), matrix.chunk
+        chunks, padded = -(-blocks // chunk), -(-blocks // 2) * 64
+        # Parts, sums and factors in one piece: each further one takes as long as to split a row.
+        sizes = 2 * padded, 8, 4  # octets of a position
+        room = _new(torch.uint8, positions * (2 * padded + 8 * chunks + 4))
+        output = _new(torch.float32, positions, n_outputs)
+        parts = room.data_ptr()
+        sums = parts + positions * 2 * padded
+        places = parts, sums, sums + positions * 8 * chunks
         sections, first = [], 0  # of positions that go together
         for tile, multiply in loops.multiply.items():
             if groups := (positions - first) // tile:
-                sizes = (n_inputs, padded, 32 * matrix.chunk, tile, loops.octets[tile], 2 * positions)
-                loops.split(*(_address(each, first) for each in (rows, *theirs[:-1])), groups * tile, *sizes)
-                sections.append((multiply, groups, first))
+                given = [place + first * size for place, size in zip(places, sizes, strict=True)]
+                split = n_inputs, padded, 32 * chunk, tile, loops.octets[tile], 2 * positions
+                loops.split(rows.data_ptr() + 4 * first * n_inputs, *given, groups * tile, *split)
+                sections.append((multiply, given, output.data_ptr() + 4 * first * n_outputs, groups))
                 first += groups * tile
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
 
-        def work(start: int, stop: int) -> None:
+        def work(start: int, stop: int, _held: tuple[Tensor, ...] = (room, output)) -> None:
             """Compute some outputs. It holds the tensors, since a caller may be interrupted while threads go on."""
-            ours = [_address(each, start) for each in (matrix.codes, matrix.numbers, matrix.scales)]
-            for multiply, groups, first in sections:
-                *given, results = (_address(each, first) for each in theirs)
-                sizes = (groups, stop - start, blocks, matrix.chunk, padded, 2 * positions, n_outputs)
-                multiply(*ours, tables, *given, results + start * output.element_size(), *sizes)
+            ours = [address + start * size for address, size in matrix.rows]
+            for multiply, given, results, groups in sections:
+                sizes = groups, stop - start, blocks, chunk, padded, 2 * positions, n_outputs
+                multiply(*ours, tables, *given, results + 4 * start, *sizes)
 
         def in_pieces(start: int, stop: int) -> None:
             """Do it for so many outputs at once that their weights stay in a core's cache while all positions pass."""
@@ -207,6 +215,7 @@ class Rounding:
 
 
 _compiling = threading.Lock()  # or two threads would compile the same
+_cpu = torch.device("cpu")
 
 
 def prepare_kernels(kinds: Iterable[Weights | Half]) -> None:
@@ -343,12 +352,12 @@ def _may_make_code() -> bool:
 
 def _new(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return memory for compiled code, whatever torch's defaults are in this thread and in others."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty(shape, dtype=dtype, device=_cpu)
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return a tensor as compiled products read it: float32, in one piece. Raises NotImplementedError off the CPU."""
-    return _readable(tensor.to(torch.float32))
+    return _in_memory(tensor.to(torch.float32))
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -360,7 +369,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 def _in_memory(tensor: Tensor) -> Tensor:
     """Return a tensor in one piece. Raises NotImplementedError off the CPU."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise NotImplementedError(f"compiled code takes tensors on the CPU, not on {tensor.device}")
     return tensor.detach().resolve_neg().contiguous()
 
