@@ -1,4 +1,4 @@
-"""How much each input of a layer counts: the mean squares of what it gets in texts. int4 weighs its errors by them.
+"""How much each input of a layer counts: its mean square in texts. int4 weighs its errors by these.
 
 They are measured once for a checkpoint (`swarm.model.weighing`), and lie beside its weights in a file of their own,
 which its root does not name: servers with other classes of weights do not need it. The digest of the file is a part of
@@ -45,7 +45,7 @@ class Importance:
 
 
 def read_importance(model: str, path: Path, root: str, expected: str | None = None) -> Importance:
-    """Read a checkpoint's file. expected: its SHA-256, where somebody told it.
+    """Read a checkpoint's file. expected: its SHA-256, where the hub tells it.
 
     Raises UnsupportedCheckpoint, or ChecksumMismatch.
     """
@@ -75,5 +75,5 @@ def _kept(name: str, squares: Tensor) -> Tensor:
 
 
 def _words(root: str) -> dict[str, str]:
-    """Return what a file says of itself: one of another checkpoint does not fit."""
+    """Return the words that a file has to say of itself: one of another checkpoint has others."""
     return {"format": "swarm importance 1", "root": root}

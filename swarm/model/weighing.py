@@ -39,11 +39,12 @@ def measured(checkpoint: Checkpoint, windows: Tensor) -> dict[str, Tensor]:
                     hidden[number] = span.forward(each, cache=span.new_cache())
                     bar.update(len(blocks))
             found |= {name: (sums / windows.numel()).float() for name, sums in squares.items()}
+            del span  # or the next one would be loaded beside it
     return found
 
 
 def _embedded(checkpoint: Checkpoint, windows: Tensor) -> list[Tensor]:
-    """Return what the first block gets of each window, [1, positions, hidden_size]."""
+    """Return the first block's input of each window, [1, positions, hidden_size]."""
     ends, found = load_ends(checkpoint, dtype=torch.float32), list[Tensor]()
 
     def keep(hidden: Tensor) -> Tensor:
