@@ -22,7 +22,7 @@ from swarm.client.hf.outputs import Context
 from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
-from swarm.client.speculation.pace import Pace
+from swarm.client.speculation.pace import Pace, cut_off
 from swarm.client.speculation.pipe import Counts, Frame, Pipe
 
 _log = structlog.get_logger("swarm.ahead")
@@ -55,6 +55,11 @@ class RemoteSession(Protocol):
     @property
     def load(self) -> float:
         """Steps of others that the busiest hop announced when the route was planned."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the slowest hop takes for a step, by what it announced; 0 where it is unknown."""
         ...
 
     def close(self) -> None:
@@ -193,7 +198,7 @@ class Lead:
             slow, turn, pipe = self._slow, self._turn, self._pipe
             while slow is not None and not self._drafted and (guesses := self._guesses()):
                 self._sender.send(pipe.frame(guesses), None)
-            if slow is None or not self._drafts_slowly or self._room() <= len(self._drafted):
+            if slow is None or not self._drafts_slowly or self._slow_room() <= len(self._drafted):
                 self._send_drafted()
                 return False
             text, known = list(pipe.text), [*pipe.guesses, *(guess.token for guess in self._drafted)]
@@ -212,8 +217,7 @@ class Lead:
             is_likely = len(self._pipe.likely([*self._drafted, *found])) > len(self._drafted)
             if is_likely:
                 self._drafted += found
-            frame = self._limits.frame_tokens if self.is_ahead else self._limits.frame_tokens_min
-            if not is_likely or len(self._drafted) >= frame:
+            if not is_likely or len(self._drafted) >= self._fill:
                 self._send_drafted()
             return is_likely
 
@@ -257,8 +261,23 @@ class Lead:
 
     def _room(self) -> int:
         """Return how many guesses the next frame may hold."""
-        self._pipe.depth = min(self._limits.tokens_max, self.pace.depth)
+        self._adapt()
         return self._pipe.room
+
+    def _slow_room(self) -> int:
+        """Return how many of the slow draft's guesses the next frame may hold."""
+        self._adapt()
+        return self._pipe.room_for(min(self._limits.frame_tokens_min, self._fill))
+
+    def _adapt(self) -> None:
+        self._pipe.depth = min(self._limits.tokens_max, self.pace.depth)
+        self._pipe.cut_off = cut_off(self._sender.session.load, self._limits)
+
+    @property
+    def _fill(self) -> int:
+        """How many of the slow draft's guesses make a frame: the fewer are in flight, the more each is waited for."""
+        most = min(self._limits.frame_tokens, self.pace.fill(self._sender.session.step_s))
+        return max(1, min(most, len(self._pipe.guesses)))
 
     def _guesses(self) -> list[tuple[Guess, float]]:
         """Return the quick draft's guesses, as far as they are worth it."""
@@ -274,14 +293,14 @@ class Lead:
 
     def _sent(self) -> list[tuple[Guess, float]]:
         """Return the slow draft's guesses, as far as they are worth it; they are to be sent."""
-        drafted = self._pipe.likely(self._drafted[: self._room()])
+        drafted = self._pipe.likely(self._drafted[: self._slow_room()])
         if len(drafted) < len(self._drafted):
             self._turn += 1
         self._drafted.clear()
         return drafted
 
     def _send_drafted(self) -> None:
-        if self._room() > 0 and (guesses := self._sent()):
+        if self._slow_room() > 0 and (guesses := self._sent()):
             self._sender.send(self._pipe.frame(guesses), None)
 
 

@@ -106,6 +106,11 @@ class _Session:
         """As `RemoteSession.load`."""
         return self._behind.load if self._behind is not None else 0.0
 
+    @property
+    def step_s(self) -> float:
+        """As `RemoteSession.step_s`."""
+        return self._behind.step_s if self._behind is not None else 0.0
+
     def close(self) -> None:
         """Free the leases. Closing twice is fine."""
         if self._behind is not None:

@@ -19,7 +19,7 @@ from swarm.client.hf.runtime import Begun, LoopThread
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.promise import Crossing
-from swarm.client.planning.route import Hop, load_of
+from swarm.client.planning.route import Hop, load_of, step_s_of
 from swarm.client.planning.router import Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Join, Membership, joined
@@ -218,6 +218,11 @@ class WaitingSession:
     def load(self) -> float:
         """Steps of others that the busiest hop announced when the route was planned."""
         return 0.0 if self._session is None else load_of(self._session.route)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the slowest hop takes for a step, by what it announced; 0 where it is unknown."""
+        return 0.0 if self._session is None else step_s_of(self._session.route)
 
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""

@@ -62,6 +62,19 @@ def load_of(hops: Iterable[Hop]) -> float:
     return max((hop.announcement.load for hop in hops), default=0.0)
 
 
+def step_s_of(hops: Iterable[Hop]) -> float:
+    """Return how long the slowest hop takes for a step, others' steps included, by what it announced; 0 for unknown."""
+    measured = ((hop.blocks, hop.announcement) for hop in hops)
+    return max(
+        (
+            len(blocks) / len(there.span) / there.decode_tps * (1.0 + there.load)
+            for blocks, there in measured
+            if there.decode_tps
+        ),
+        default=0.0,
+    )
+
+
 def process_of(announcement: Announcement) -> str:
     """Name the process that announces: a peer that is started again has another channel key.
 

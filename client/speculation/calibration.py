@@ -1,7 +1,8 @@
 """How often guesses are right: learned for each kind of them, while generating.
 
 Guesses of one kind are as likely as they say, but for one shift of their log-odds. It is learned by logistic
-regression: a Newton step for each guess that is compared with the text, in which older ones count less and less.
+regression: a Newton step for each guess that is compared with the text, in which older ones count less and less. It
+begins above zero, since a draft's likeliest token is the model's more often than the draft says.
 """
 
 from collections import defaultdict
@@ -30,9 +31,11 @@ class Calibration:
     def likelihood(self, guess: Guess) -> float:
         """Return how likely a guess is to be right, where all before it are."""
         limits = self._limits
-        said = limits.prior_right if guess.likely is None else guess.likely
+        said, shift = limits.prior_right, self._shifts[guess.kind].log_odds
+        if guess.likely is not None:
+            said, shift = guess.likely, shift + limits.prior_shift
         said = min(max(said, limits.said_min), limits.said_max)
-        return 1.0 / (1.0 + exp(-log(said / (1.0 - said)) - self._shifts[guess.kind].log_odds))
+        return 1.0 / (1.0 + exp(-log(said / (1.0 - said)) - shift))
 
     def saw(self, guess: Guess, *, is_right: bool) -> None:
         """Learn of one guess."""

@@ -23,6 +23,12 @@ class Pace:
         """Tokens that fill a trip."""
         return 1 + int(self.trip_s / max(self._token_s, self._draft_s))
 
+    def fill(self, step_s: float) -> int:
+        """Return how many guesses a slow draft is to gather for a step. step_s: that the slowest hop takes for one."""
+        if not self._draft_s:
+            return 1
+        return 1 + int(max(self._limits.step_s_min, step_s / self._limits.hop_share) / self._draft_s)
+
     @property
     def is_quick(self) -> bool:
         """Whether a trip takes so little that guesses save nothing, or hardly longer than drafting one."""
@@ -78,6 +84,11 @@ def pays(pace: Pace, load: float, limits: AheadLimits) -> bool:
     load: steps of others that the busiest hop announced.
     """
     return not pace.is_quick and not pace.loses and load <= limits.load_max
+
+
+def cut_off(load: float, limits: AheadLimits) -> float:
+    """Return how likely a guess must be to become the text. load: as for `pays`."""
+    return limits.cut_off if load < limits.load_busy else limits.cut_off_busy
 
 
 def _follow(mean: float, value: float, share: float) -> float:

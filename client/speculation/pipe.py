@@ -70,6 +70,7 @@ class Pipe(Generic[Answer]):
         self.text: list[int] = []
         self.counts = Counts()
         self.depth = limits.tokens_max  # tokens that may be in flight; the caller may say fewer
+        self.cut_off = limits.cut_off  # a guess that is sent is likelier to become the text; the caller may say more
         self._limits = limits
         self._calibration = calibration
         self._positions_max = positions_max
@@ -85,10 +86,12 @@ class Pipe(Generic[Answer]):
     @property
     def room(self) -> int:
         """How many guesses the next frame may hold; 0 while it is better to wait."""
+        return self.room_for(self._limits.frame_tokens_min)
+
+    def room_for(self, least: int) -> int:
+        """Return how many guesses the next frame may hold; 0 if that is less than `least`, and others are in flight."""
         room = min(self.depth - len(self._guesses), self._limits.frame_tokens)
-        if len(self._frames) >= self._limits.frames_max:
-            return 0
-        if room < self._limits.frame_tokens_min and self._guesses:
+        if len(self._frames) >= self._limits.frames_max or (room < least and self._guesses):
             return 0
         if self._positions_max is not None:
             room = min(room, self._positions_max - len(self.text) - len(self._guesses))
@@ -144,7 +147,7 @@ class Pipe(Generic[Answer]):
         for guess in guesses:
             likelihood = self._calibration.likelihood(guess)
             path *= likelihood
-            if path < self._limits.cut_off:
+            if path < self.cut_off:
                 break
             chosen.append((guess, likelihood))
         return chosen

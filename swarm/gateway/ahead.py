@@ -24,7 +24,7 @@ from swarm.client.session.session import Session
 from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits, PaceLimits
-from swarm.client.speculation.pace import Pace, pays
+from swarm.client.speculation.pace import Pace, cut_off, pays
 from swarm.client.speculation.pipe import Frame, Pipe
 from swarm.limits import limit
 
@@ -137,7 +137,8 @@ class Ahead:
         if guessing.make is None or guessing.is_crowded:
             self._draft, self._read = None, 0  # its index is several times as large as the text
             return []
-        if not pays(self._pace, load_of(self._session.route), guessing.limits.ahead):
+        load = load_of(self._session.route)
+        if not pays(self._pace, load, guessing.limits.ahead):
             return []
         if self._draft is None:
             self._draft = guessing.make()
@@ -147,6 +148,7 @@ class Ahead:
                 self._draft.propose(pipe.text[: self._read], (), 0)
                 return []
         pipe.depth = min(guessing.limits.ahead.tokens_max, self._pace.depth)
+        pipe.cut_off = cut_off(max(load, guessing.streams - 1), guessing.limits.ahead)
         return pipe.guessed(self._draft)
 
     async def _plain(self, ids: Sequence[int], embedded: Tensor) -> Tensor:

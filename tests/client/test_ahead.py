@@ -11,11 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteriaList
 
-from swarm.activations import Activations
-from swarm.client.hf.lead import Drafting, Lead
+from swarm.client.hf.lead import Drafting
 from swarm.client.hf.swarm import WaitingSession
 from swarm.client.speculation.drafts import Guess
-from swarm.client.speculation.limits import AheadLimits
 from swarm.errors import BadConfiguration
 from tests.client.test_repair import After, leases, route_of
 from tests.families import make
@@ -112,42 +110,6 @@ class Late:
     def wait(self):
         time.sleep(max(0.0, self._at - time.perf_counter()))
         return self._pending.wait()
-
-
-class Answer:
-    """Comes after a while."""
-
-    def __init__(self, hidden, wait_s):
-        self.is_done = not wait_s
-        self._hidden, self._wait_s = hidden, wait_s
-
-    def wait(self):
-        time.sleep(self._wait_s)
-        return self._hidden
-
-
-class Route:
-    """A session whose first step alone takes a trip: all later ones were guessed in time."""
-
-    load = 0.0
-
-    def __init__(self):
-        self.steps = 0
-
-    def put(self, activations, *, keep):
-        self.steps += 1
-        return Answer(activations.hidden, 0.03 if self.steps == 1 else 0.0)
-
-
-def test_guesses_that_came_early_do_not_make_trips_shorter():
-    text, route = list(range(40)), Route()
-    lead = Lead(route, lambda ids, _: ids[..., None].float(), 64, 100, AheadLimits())
-    lead.draws_from(knowing(text, right=1.0))
-    lead.restart(0, text[:4])
-    for token in text[4:30]:
-        lead.step(token, Activations(torch.full((1, 1, 1), float(token))))
-    assert route.steps > 3
-    assert lead.pace.trip_s >= 0.03
 
 
 def knowing(text, right=0.8):

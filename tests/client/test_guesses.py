@@ -215,18 +215,28 @@ def test_room_is_left_until_a_frame_is_worth_it():
     assert pipe.room == 0
     assert pipe.feed(0)
     assert pipe.room == 0  # for one
+    assert pipe.room_for(1) == 1
     assert pipe.feed(0)
     assert pipe.room == LIMITS.frame_tokens_min
 
 
-@pytest.mark.parametrize("likelihood", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("likelihood", [0.01, 0.1, 1.0])
 def test_guesses_end_where_the_text_hardly_gets(likelihood):
     pipe = Pipe(LIMITS, Calibration(CalibrationLimits(prior_right=likelihood)))
     pipe.restart(0, [1])
     pipe.feed(2)
-    count = {0.05: 0, 0.3: 1, 1.0: 4}[likelihood]
+    count = {0.01: 0, 0.1: 1, 1.0: 4}[likelihood]
     chosen = pipe.likely([Guess(0, 0)] * 4)
     assert len(chosen) == count
     if chosen:
         pipe.frame(chosen)
         assert len(pipe.likely([Guess(0, 0)] * 4)) == (0 if likelihood < 1 else 4)  # those in flight count
+
+
+def test_a_draft_is_right_more_often_than_it_says_until_it_shows_otherwise():
+    calibration = Calibration()
+    assert calibration.likelihood(Guess(0, -1, 0.5)) == pytest.approx(0.731, abs=0.001)
+    assert calibration.likelihood(Guess(0, 3)) == pytest.approx(0.6)  # look-up says nothing
+    for n in range(400):
+        calibration.saw(Guess(0, -1, 0.5), is_right=n % 2 == 0)
+    assert calibration.likelihood(Guess(0, -1, 0.5)) == pytest.approx(0.5, abs=0.05)

@@ -29,7 +29,7 @@ from swarm.identity import Identity
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Ticket
 from swarm.protocol.tensors import meta_of
-from tests.client.test_ahead import Route
+from tests.client.test_lead import Route
 from tests.client.test_route import planned, request, server
 from tests.client.test_session import IDS, eventually, leases
 

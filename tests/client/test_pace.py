@@ -3,7 +3,7 @@
 import pytest
 
 from swarm.client.speculation.limits import AheadLimits, PaceLimits
-from swarm.client.speculation.pace import Pace, pays
+from swarm.client.speculation.pace import Pace, cut_off, pays
 
 TRIP_S = 0.1
 LIMITS = PaceLimits(tokens=8, pause_min=16, pause_max=64)
@@ -105,3 +105,20 @@ def test_a_draft_that_is_slow_for_the_route_does_not_guess():
 def test_a_trip_is_filled_with_tokens():
     caller = after(*[0.0] * 60)
     assert caller.pace.depth == 1 + int(TRIP_S / 0.002)
+
+
+@pytest.mark.parametrize(
+    ("guess_s", "step_s", "guesses"),
+    [(0.002, 0.0, 6), (0.002, 0.012, 13), (0.02, 0.0, 1), (0.02, 0.05, 6), (0.02, 0.005, 1)],
+)
+def test_a_step_gathers_the_guesses_that_are_made_while_a_hop_computes_one(guess_s, step_s, guesses):
+    """Half of the slowest hop's time is for others."""
+    pace = Pace()
+    assert pace.fill(step_s) == 1  # nothing is known of the draft
+    pace.drafted(guess_s)
+    assert pace.fill(step_s) == guesses
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.0, 0.02), (1.0, 0.02), (2.0, 0.1), (9.0, 0.1)])
+def test_guesses_must_be_likelier_where_hops_have_others_to_serve(load, expected):
+    assert cut_off(load, AheadLimits()) == expected

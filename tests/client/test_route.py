@@ -17,7 +17,7 @@ from swarm.client.planning.explain import ExplainedRoute, explanation
 from swarm.client.planning.plan import plan
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import PlanningLimits, Request
-from swarm.client.planning.route import Hop
+from swarm.client.planning.route import Hop, step_s_of
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement, Mooring, SignedAnnouncement, Span
 from swarm.errors import NoRoute
@@ -122,6 +122,13 @@ def test_a_slow_server_of_everything_loses_to_fast_ones():
 def test_a_span_is_entered_and_left_in_the_middle():
     assert blocks_of(server(0, 7), server(3, 12)) in (["0:3", "3:12"], ["0:7", "7:12"])
     assert blocks_of(server(0, 12), wanted="5:6") == ["5:6"]
+
+
+def test_the_slowest_hop_says_how_long_a_step_takes():
+    assert step_s_of(planned(Blocks(0, 12), [server(0, 4, tps=50), server(4, 12, tps=10, load=1.0)])) == 0.2
+    assert step_s_of(planned(Blocks(6, 12), [server(0, 12, tps=10)])) == 0.05
+    assert step_s_of(planned(Blocks(0, 12), [server(0, 12)])) == 0.0  # it has not measured itself
+    assert step_s_of(()) == 0.0
 
 
 def test_a_busy_server_is_left_to_others():
