@@ -290,8 +290,9 @@ def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loo
     address, count = ctypes.c_void_p, ctypes.c_int64
     split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 7), (8, 7)))
     at = engine.get_function_address
-    loops = {tile: multiply(at(f"multiply_{tile}")) for tile in octets_of(kind)}
-    return Loops(split(at("split")), loops, octets_of(kind), engine)
+    octets = octets_of(weights, kind)
+    loops = {tile: multiply(at(f"multiply_{tile}")) for tile in octets}
+    return Loops(split(at("split")), loops, octets, engine)
 
 
 def _halves(llvm: Any, processor: tuple[Kind, str, str], dtype: Half) -> Halves:  # noqa: ANN401 - as above

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 
-from swarm.model.llvmtext import Code, Values, float32, module_of
+from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
 
 _DECLARED = """
 declare <32 x i32> @llvm.smax.v32i32(<32 x i32>, <32 x i32>)
@@ -15,7 +15,7 @@ declare i32 @llvm.vector.reduce.add.v32i32(<32 x i32>)
 """
 
 
-def split_code() -> str:
+def split_code(*, in_pairs: bool = False) -> str:
     """Return a module with `split`, which rounds as `swarm.model.integer.split` does.
 
     rows: float32 [positions, inputs]. parts, sums, factors: as `multiply_N` takes them; factors are a sixty-third of a
@@ -23,7 +23,10 @@ def split_code() -> str:
 
     A group of N positions has 2N rows. A row's `octets` inputs lie behind those of the row before, and then come the
     next inputs of all rows: so a loop reads from one end to the other, and its lines fit into a cache together.
+
+    in_pairs: of 64 octets, those of 32 inputs and of the next 32, the first halves of both come first.
     """
+    apart = 16 if in_pairs else 0  # octets of the other block between the halves of a block
     code = Code(
         "@split(ptr noalias %rows, ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, i64 %positions, "
         "i64 %inputs, i64 %padded, i64 %chunk, i64 %tile, i64 %octets, i64 %all)"
@@ -41,11 +44,19 @@ def split_code() -> str:
         sums = code.at("i32", "%sums", code.times(at, 2))
 
         def places(start: str) -> Values:
-            """Return where inputs from here to the next multiple of 32 are: high ones, and low ones."""
+            """Return where the block of 32 inputs that starts here is: of high ones, and of low ones."""
             before = code.times(code.let(f"udiv i64 {start}, %octets"), step)
-            within = code.let(f"add i64 {first}, {code.let(f'urem i64 {start}, %octets')}")
+            behind = code.let(f"urem i64 {start}, %octets")
+            within = code.let(f"add i64 {first}, {code.let(f'lshr i64 {behind}, {1 if in_pairs else 0}')}")
             high = code.at("i8", group, code.let(f"add i64 {before}, {within}"))
             return high, code.at("i8", high, "%octets")
+
+        def single(index: str) -> Values:
+            """Return where one input is: its high part, and its low part."""
+            behind = code.let(f"urem i64 {index}, 32")
+            within = code.let(f"add i64 {behind}, {code.let(f'and i64 {behind}, {apart}')}")
+            high, low = places(code.let(f"sub i64 {index}, {behind}"))
+            return code.at("i8", high, within), code.at("i8", low, within)
 
         peak = _peak(code, row, full)
         unit = code.let(f"fmul float {code.let(f'fdiv float {float32(1)}, {peak}')}, {float32(63)}")  # as torch divides
@@ -59,13 +70,10 @@ def split_code() -> str:
             whole = code.let(f"select i1 {code.let(f'icmp ult i64 {end}, {full}')}, i64 {end}, i64 {full}")
 
             def many(index: str, *totals: str) -> Values:
-                return _rounded(code, code.at("float", row, index), places(index), unit, totals, 32)
+                return _rounded(code, code.at("float", row, index), places(index), unit, totals, 32, apart)
 
             def one(index: str, *totals: str) -> Values:
-                behind = code.let(f"urem i64 {index}, 32")
-                high, low = places(code.let(f"sub i64 {index}, {behind}"))
-                ours = code.at("i8", high, behind), code.at("i8", low, behind)
-                return _rounded(code, code.at("float", row, index), ours, unit, totals, 1)
+                return _rounded(code, code.at("float", row, index), single(index), unit, totals, 1)
 
             vectors = code.loop(start, whole, 32, [("<32 x i32>", "zeroinitializer")] * 2, many)
             added = [code.let(f"call i32 @llvm.vector.reduce.add.v32i32(<32 x i32> {each})") for each in vectors]
@@ -77,9 +85,8 @@ def split_code() -> str:
             return ()
 
         def fill(index: str) -> Values:
-            behind = code.let(f"urem i64 {index}, 32")
-            for place in places(code.let(f"sub i64 {index}, {behind}")):
-                code.do(f"store i8 0, ptr {code.at('i8', place, behind)}, align 1")
+            for place in single(index):
+                code.do(f"store i8 0, ptr {place}, align 1")
             return ()
 
         code.loop("0", chunks, 1, (), chunk)
@@ -110,8 +117,13 @@ def _peak(code: Code, row: str, whole: str) -> str:
     return code.let(f"bitcast <1 x i32> {last} to float")
 
 
-def _rounded(code: Code, from_: str, to: Sequence[str], unit: str, totals: Sequence[str], count: int) -> Values:
-    """Round some numbers to both of their parts; what is no number becomes zero. Returns totals with these added."""
+def _rounded(
+    code: Code, from_: str, to: Sequence[str], unit: str, totals: Sequence[str], count: int, apart: int = 0
+) -> Values:
+    """Round some numbers to both of their parts; what is no number becomes zero. Returns totals with these added.
+
+    apart: octets between the halves of what is written.
+    """
     floats, octets, integers = f"<{count} x float>", f"<{count} x i8>", f"<{count} x i32>"
     numbers = code.let(f"load {floats}, ptr {from_}, align 4")
     steps = code.let(f"fmul {floats} {numbers}, {code.splat('float', unit, count)}")
@@ -123,6 +135,18 @@ def _rounded(code: Code, from_: str, to: Sequence[str], unit: str, totals: Seque
         is_none = code.let(f"fcmp uno {floats} {part}, zeroinitializer")
         number = code.let(f"select <{count} x i1> {is_none}, {floats} zeroinitializer, {floats} {part}")
         rounded = code.let(f"fptosi {floats} {number} to {integers}")
-        code.do(f"store {octets} {code.let(f'trunc {integers} {rounded} to {octets}')}, ptr {place}, align 1")
+        small = code.let(f"trunc {integers} {rounded} to {octets}")
+        if apart:
+            _store_halves(code, small, place, count // 2, apart)
+        else:
+            code.do(f"store {octets} {small}, ptr {place}, align 1")
         results.append(code.let(f"add {integers} {total}, {rounded}"))
     return tuple(results)
+
+
+def _store_halves(code: Code, octets: str, place: str, half: int, apart: int) -> None:
+    for first in (0, half):
+        order = order_of(range(first, first + half), half)
+        both = f"<{2 * half} x i8> {octets}, <{2 * half} x i8> poison, <{half} x i32> {order}"
+        there = code.at("i8", place, str(first + apart if first else 0))
+        code.do(f"store <{half} x i8> {code.let(f'shufflevector {both}')}, ptr {there}, align 1")

@@ -37,19 +37,28 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 """
 
 
-def octets_of(kind: Kind) -> dict[int, int]:
-    """Return for how many positions at once there are loops, most first, and how many inputs a vector has in each.
+def octets_of(weights: Weights, kind: Kind) -> dict[int, int]:
+    """Return for how many positions at once there are loops, most first, and how many inputs a row has together.
 
     Sums and weights of so many positions fit into registers, and their activations into a cache.
     """
-    return {4: 64 if kind == "avx512vnni" else 32, 2: 32, 1: 32}
+    return {4: 64 if kind == "avx512vnni" or _in_pairs(weights, kind) else 32} | dict.fromkeys(
+        (2, 1), 64 if _in_pairs(weights, kind) else 32
+    )
 
 
 def code_of(weights: Weights, kind: Kind) -> str:
     """Return a module with `split`, and with `multiply_N` for N positions at once, N of `octets_of`."""
-    return (
-        split_code() + "\n" + module_of([_Products(weights, kind, each).text() for each in octets_of(kind)], _DECLARED)
-    )
+    products = [_Products(weights, kind, each).text() for each in octets_of(weights, kind)]
+    return split_code(in_pairs=_in_pairs(weights, kind)) + "\n" + module_of(products, _DECLARED)
+
+
+def _in_pairs(weights: Weights, kind: Kind) -> bool:
+    """Whether two blocks are unpacked at once: a vector has the first halves of both, and another one the second ones.
+
+    So 32 octets of codes are taken as they are, where a block's own would have to be spread over a vector first.
+    """
+    return weights == "int4" and kind in ("avx2", "avxvnni", "avx512vnni")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,9 @@ class _Products:
 
     def __init__(self, weights: Weights, kind: Kind, tile: int) -> None:
         self._weights, self._kind, self._tile, self._rows = weights, kind, tile, 2 * tile
-        self._octets = octets_of(kind)[tile]
+        self._octets = octets_of(weights, kind)[tile]
+        self._in_pairs = _in_pairs(weights, kind)
+        self._vector = 64 if kind == "avx512vnni" and tile == 4 else 32  # octets
         self._integers, self._floats = f"<{self._rows} x i32>", f"<{self._rows} x float>"
         self._code = code = Code(
             f"@multiply_{tile}(ptr noalias %weights, ptr noalias %numbers, ptr noalias %scales, ptr noalias %table, "
@@ -91,7 +102,7 @@ class _Products:
 
     def text(self) -> str:
         """Return the function."""
-        code, at_once = self._code, self._octets // 32  # outputs: activations are loaded once for all
+        code, at_once = self._code, self._vector // 32  # outputs: activations are loaded once for all
         group_bytes = code.times("%padded", self._rows)
         whole = code.times(code.let(f"udiv i64 %outputs, {at_once}"), at_once)
 
@@ -175,8 +186,8 @@ class _Products:
         Few rows take several blocks at once: a sum waits for the one before, and there are others to work on meanwhile.
         """
         code, octets, count = self._code, self._octets, self._rows * len(outputs)
-        ahead = max(1, 8 // self._rows)
-        step, sums = ahead * octets // 32, f"<{octets // 4} x i32>"
+        ahead, at_once = max(1, 8 // self._rows), octets // 32
+        step, sums = ahead * at_once, f"<{self._vector // 4} x i32>"
 
         def several(at: str, *totals: str) -> Values:
             for output, line in product(outputs, range(0, step * self._block_bytes, 64)):
@@ -187,11 +198,11 @@ class _Products:
             results: Values = ()
             for number in range(ahead):
                 mine = totals[number * count : (number + 1) * count]
-                results += self._block(parts, outputs, code.let(f"add i64 {at}, {number}"), mine, octets)
+                results += self._block(parts, outputs, code.let(f"add i64 {at}, {number * at_once}"), mine, octets)
             return results
 
         def single(at: str, *totals: str) -> Values:
-            if octets == 32:
+            if self._vector == 32:
                 return self._block(parts, outputs, at, totals, 32)
             eights = self._block(parts, outputs, at, ["zeroinitializer"] * count, 32)
             order = f"<16 x i32> {order_of(range(16), 16)}"
@@ -199,7 +210,7 @@ class _Products:
             return tuple(code.let(f"add {sums} {one}, {other}") for one, other in zip(totals, more, strict=True))
 
         totals: Values = ("zeroinitializer",) * count
-        if octets == 64:  # a vector's first block is an even one
+        if at_once == 2:  # the first block of two is an even one
             odd = code.let(f"add i64 {start}, {code.let(f'and i64 {start}, 1')}")
             totals = code.loop(start, odd, 1, [(sums, total) for total in totals], single)
             start = odd
@@ -212,21 +223,40 @@ class _Products:
             totals = (*(code.let(f"add {sums} {one}, {other}") for one, other in pairs), *totals[2 * count :])
         if step > 1:
             totals = code.loop(even, stop, 1, [(sums, total) for total in totals], single)
-        return [_summed(code, totals[at : at + self._rows], octets // 4) for at in range(0, count, self._rows)]
+        return [_summed(code, totals[at : at + self._rows], self._vector // 4) for at in range(0, count, self._rows)]
 
     def _block(self, parts: str, outputs: Sequence[_Output], at: str, totals: Sequence[str], size: int) -> Values:
         """Multiply 32 or 64 inputs. Returns totals with these added: an output's rows, then those of the next."""
         code, results = self._code, list(totals)
-        unpacked = [_unpacked(code, self._weights, self._kind, output, at, size) for output in outputs]
-        half = code.let(f"and i64 {at}, {1 if size < self._octets else 0}")  # the second half of a vector's inputs
-        before = code.times(code.let(f"sub i64 {at}, {half}"), self._rows * 32)
-        first = code.at("i8", parts, code.let(f"add i64 {before}, {code.times(half, 32)}"))
+        unpacked = [self._unpacked(output, at, size) for output in outputs]
+        second = code.let(f"and i64 {at}, {1 if size < self._octets else 0}")  # of two blocks whose inputs lie together
+        before = code.times(code.let(f"sub i64 {at}, {second}"), self._rows * 32)
+        behind = code.times(second, 16 if self._in_pairs else 32)
+        first = code.at("i8", parts, code.let(f"add i64 {before}, {behind}"))
         for row in range(self._rows):
-            ours = code.let(f"load <{size} x i8>, ptr {code.at('i8', first, str(row * self._octets))}, align 1")
+            ours = self._activations(code.at("i8", first, str(row * self._octets)), size)
             for output, theirs in enumerate(unpacked):
                 which = output * self._rows + row
-                results[which] = _dot(code, self._kind, totals[which], theirs, ours, size)
+                for one, other in zip(theirs, ours, strict=True):
+                    results[which] = _dot(code, self._kind, results[which], one, other, min(size, self._vector))
         return tuple(results)
+
+    def _unpacked(self, output: _Output, at: str, size: int) -> list[str]:
+        """Unpack 32 or 64 weights of an output, into one vector or two."""
+        code = self._code
+        if not self._in_pairs or size == 32:
+            return [_unpacked(code, self._weights, self._kind, output, at, size)]
+        halves = _unpacked_pair(code, output, at)
+        return halves if self._vector == 32 else [_joined(code, 32, *halves)]
+
+    def _activations(self, place: str, size: int) -> list[str]:
+        """Load 32 or 64 inputs of a row in the order of the weights that they meet."""
+        code, vector = self._code, min(size, self._vector)
+        if self._in_pairs and size == 32:
+            halves = (code.let(f"load <16 x i8>, ptr {code.at('i8', place, at)}, align 1") for at in ("0", "32"))
+            return [_joined(code, 16, *halves)]
+        places = (code.at("i8", place, str(first)) for first in range(0, size, vector))
+        return [code.let(f"load <{vector} x i8>, ptr {each}, align 1") for each in places]
 
 
 def _summed(code: Code, vectors: Sequence[str], lanes: int) -> str:
@@ -259,7 +289,7 @@ def _unpacked(code: Code, weights: Weights, kind: Kind, output: _Output, block: 
     if octets == 64:
         near = _unpacked(code, weights, kind, output, block, 32)
         far = _unpacked(code, weights, kind, output, code.let(f"add i64 {block}, 1"), 32)
-        return code.let(f"shufflevector <32 x i8> {near}, <32 x i8> {far}, <64 x i32> {order_of(range(64), 64)}")
+        return _joined(code, 32, near, far)
     both = code.let(f"load <16 x i8>, ptr {code.at('i8', output.weights, code.times(block, 16))}, align 1")
     low = code.let(f"and <16 x i8> {both}, splat (i8 15)")
     high = code.let(f"lshr <16 x i8> {both}, splat (i8 4)")
@@ -268,19 +298,43 @@ def _unpacked(code: Code, weights: Weights, kind: Kind, output: _Output, block: 
     codes = code.let(f"shufflevector <16 x i8> {low}, <16 x i8> {high}, <32 x i32> {order_of(order)}")
     if weights == "own4":
         return codes
-    halves = []
-    for number in range(2):
-        place = code.at("i8", output.numbers, code.let(f"add i64 {code.times(block, 2)}, {number}"))
-        row = code.let(f"zext i8 {code.let(f'load i8, ptr {place}, align 1')} to i64")
-        halves.append(code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16"))
-    joined = f"<32 x i32> {order_of(range(32))}"
+    halves = _tables(code, output, block, 2)
     if kind in ("ssse3", "neon"):
         look_up = {"ssse3": "@llvm.x86.ssse3.pshuf.b.128", "neon": "@llvm.aarch64.neon.tbl1.v16i8"}[kind]
         pairs = zip(halves, (low, high), strict=True)
         near, far = (code.let(f"call <16 x i8> {look_up}(<16 x i8> {steps}, <16 x i8> {at})") for steps, at in pairs)
-        return code.let(f"shufflevector <16 x i8> {near}, <16 x i8> {far}, {joined}")
-    steps = code.let(f"shufflevector <16 x i8> {halves[0]}, <16 x i8> {halves[1]}, {joined}")
-    return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {steps}, <32 x i8> {codes})")
+        return _joined(code, 16, near, far)
+    return _looked_up(code, _joined(code, 16, *halves), codes)
+
+
+def _unpacked_pair(code: Code, output: _Output, block: str) -> list[str]:
+    """Unpack two blocks' weights of int4, as `_unpacked`: the first halves of both, and the second halves of both."""
+    both = code.let(f"load <32 x i8>, ptr {code.at('i8', output.weights, code.times(block, 16))}, align 1")
+    codes = code.let(f"and <32 x i8> {both}, splat (i8 15)"), code.let(f"lshr <32 x i8> {both}, splat (i8 4)")
+    halves = _tables(code, output, block, 4)
+    return [_looked_up(code, _joined(code, 16, *halves[which::2]), codes[which]) for which in (0, 1)]
+
+
+def _tables(code: Code, output: _Output, block: str, count: int) -> list[str]:
+    """Load the tables of so many half blocks."""
+    found = []
+    for number in range(count):
+        place = code.at("i8", output.numbers, code.let(f"add i64 {code.times(block, 2)}, {number}"))
+        row = code.let(f"zext i8 {code.let(f'load i8, ptr {place}, align 1')} to i64")
+        found.append(code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16"))
+    return found
+
+
+def _looked_up(code: Code, tables: str, codes: str) -> str:
+    """Look up 32 codes, each half of them in a table of its own."""
+    return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {tables}, <32 x i8> {codes})")
+
+
+def _joined(code: Code, octets: int, one: str, other: str) -> str:
+    """Join two vectors of so many octets."""
+    half = f"<{octets} x i8>"
+    order = f"<{2 * octets} x i32> {order_of(range(2 * octets), 2 * octets)}"
+    return code.let(f"shufflevector {half} {one}, {half} {other}, {order}")
 
 
 def _dot(code: Code, kind: Kind, total: str, weights: str, activations: str, octets: int) -> str:
