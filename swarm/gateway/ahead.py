@@ -24,7 +24,7 @@ from swarm.client.session.session import Session
 from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits, PaceLimits
-from swarm.client.speculation.pace import Pace, cut_off, pays
+from swarm.client.speculation.pace import Pace, pays
 from swarm.client.speculation.pipe import Frame, Pipe
 from swarm.limits import limit
 
@@ -93,6 +93,7 @@ class Ahead:
         self._now = now
         self._pace = Pace(guessing.limits.pace)
         self._pipe: Pipe[Answer] = Pipe(guessing.limits.ahead, Calibration(), positions_max)
+        self._pipe.cut_off = guessing.limits.ahead.cut_off_busy  # other streams use the same servers
         self._pipe.restart(0, text)
         self._draft: Draft | None = None
         self._read = 0  # tokens of the text that the draft knows
@@ -137,8 +138,7 @@ class Ahead:
         if guessing.make is None or guessing.is_crowded:
             self._draft, self._read = None, 0  # its index is several times as large as the text
             return []
-        load = load_of(self._session.route)
-        if not pays(self._pace, load, guessing.limits.ahead):
+        if not pays(self._pace, load_of(self._session.route), guessing.limits.ahead):
             return []
         if self._draft is None:
             self._draft = guessing.make()
@@ -148,7 +148,6 @@ class Ahead:
                 self._draft.propose(pipe.text[: self._read], (), 0)
                 return []
         pipe.depth = min(guessing.limits.ahead.tokens_max, self._pace.depth)
-        pipe.cut_off = cut_off(max(load, guessing.streams - 1), guessing.limits.ahead)
         return pipe.guessed(self._draft)
 
     async def _plain(self, ids: Sequence[int], embedded: Tensor) -> Tensor:
