@@ -198,7 +198,7 @@ class Lead:
             slow, turn, pipe = self._slow, self._turn, self._pipe
             while slow is not None and not self._drafted and (guesses := self._guesses()):
                 self._sender.send(pipe.frame(guesses), None)
-            if slow is None or not self._drafts_slowly or self._slow_room() <= len(self._drafted):
+            if slow is None or not self._drafts_slowly or self._adapted().slow_room <= len(self._drafted):
                 self._send_drafted()
                 return False
             text, known = list(pipe.text), [*pipe.guesses, *(guess.token for guess in self._drafted)]
@@ -217,7 +217,7 @@ class Lead:
             is_likely = len(self._pipe.likely([*self._drafted, *found])) > len(self._drafted)
             if is_likely:
                 self._drafted += found
-            if not is_likely or len(self._drafted) >= self._fill:
+            if not is_likely or len(self._drafted) >= self._adapted().fill:
                 self._send_drafted()
             return is_likely
 
@@ -259,30 +259,18 @@ class Lead:
         assert self._drafting is not None
         return self._drafting.always or not self.pace.loses
 
-    def _room(self) -> int:
-        """Return how many guesses the next frame may hold."""
-        self._adapt()
-        return self._pipe.room
-
-    def _slow_room(self) -> int:
-        """Return how many of the slow draft's guesses the next frame may hold."""
-        self._adapt()
-        return self._pipe.room_for(min(self._limits.frame_tokens_min, self._fill))
-
-    def _adapt(self) -> None:
-        self._pipe.depth = min(self._limits.tokens_max, self.pace.depth)
-        self._pipe.cut_off = cut_off(self._sender.session.load, self._limits)
-
-    @property
-    def _fill(self) -> int:
-        """How many of the slow draft's guesses make a frame: the fewer are in flight, the more each is waited for."""
-        most = min(self._limits.frame_tokens, self.pace.fill(self._sender.session.step_s))
-        return max(1, min(most, len(self._pipe.guesses)))
+    def _adapted(self) -> Pipe[Pending]:
+        """Return the pipe, with bounds by the times of this session and the load of its hops."""
+        pipe, session = self._pipe, self._sender.session
+        pipe.depth = min(self._limits.tokens_max, self.pace.depth)
+        pipe.cut_off = cut_off(session.load, self._limits)
+        pipe.gathered = self.pace.gathered(session.step_s)
+        return pipe
 
     def _guesses(self) -> list[tuple[Guess, float]]:
         """Return the quick draft's guesses, as far as they are worth it."""
         draft = self._draft
-        if draft is None or not self._room() or self._rests or self._drafted or not self._may_go_on:
+        if draft is None or not self._adapted().room or self._rests or self._drafted or not self._may_go_on:
             return []
         guesses = self._pipe.guessed(draft)
         if guesses and self._slow is not None:
@@ -293,14 +281,14 @@ class Lead:
 
     def _sent(self) -> list[tuple[Guess, float]]:
         """Return the slow draft's guesses, as far as they are worth it; they are to be sent."""
-        drafted = self._pipe.likely(self._drafted[: self._slow_room()])
+        drafted = self._pipe.likely(self._drafted[: self._adapted().slow_room])
         if len(drafted) < len(self._drafted):
             self._turn += 1
         self._drafted.clear()
         return drafted
 
     def _send_drafted(self) -> None:
-        if self._slow_room() > 0 and (guesses := self._sent()):
+        if self._adapted().slow_room and (guesses := self._sent()):
             self._sender.send(self._pipe.frame(guesses), None)
 
 

@@ -23,7 +23,7 @@ class Pace:
         """Tokens that fill a trip."""
         return 1 + int(self.trip_s / max(self._token_s, self._draft_s))
 
-    def fill(self, step_s: float) -> int:
+    def gathered(self, step_s: float) -> int:
         """Return how many guesses a slow draft is to gather for a step. step_s: that the slowest hop takes for one."""
         if not self._draft_s:
             return 1

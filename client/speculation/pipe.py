@@ -71,6 +71,7 @@ class Pipe(Generic[Answer]):
         self.counts = Counts()
         self.depth = limits.tokens_max  # tokens that may be in flight; the caller may say fewer
         self.cut_off = limits.cut_off  # a guess that is sent is likelier to become the text; the caller may say more
+        self.gathered = limits.frame_tokens  # by a slow draft for a frame, at most; the caller may say fewer
         self._limits = limits
         self._calibration = calibration
         self._positions_max = positions_max
@@ -86,10 +87,19 @@ class Pipe(Generic[Answer]):
     @property
     def room(self) -> int:
         """How many guesses the next frame may hold; 0 while it is better to wait."""
-        return self.room_for(self._limits.frame_tokens_min)
+        return self._room_for(self._limits.frame_tokens_min)
 
-    def room_for(self, least: int) -> int:
-        """Return how many guesses the next frame may hold; 0 if that is less than `least`, and others are in flight."""
+    @property
+    def slow_room(self) -> int:
+        """The same of a slow draft's guesses, which wait for fewer others."""
+        return self._room_for(min(self._limits.frame_tokens_min, self.fill))
+
+    @property
+    def fill(self) -> int:
+        """How many of a slow draft's guesses make a frame: where few are in flight, each is likely to be needed."""
+        return max(1, min(self.gathered, self._limits.frame_tokens, len(self._guesses)))
+
+    def _room_for(self, least: int) -> int:
         room = min(self.depth - len(self._guesses), self._limits.frame_tokens)
         if len(self._frames) >= self._limits.frames_max or (room < least and self._guesses):
             return 0

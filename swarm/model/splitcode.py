@@ -122,7 +122,7 @@ def _rounded(
 ) -> Values:
     """Round some numbers to both of their parts; what is no number becomes zero. Returns totals with these added.
 
-    apart: octets between the halves of what is written.
+    apart: octets between the halves of 32 numbers, in memory.
     """
     floats, octets, integers = f"<{count} x float>", f"<{count} x i8>", f"<{count} x i32>"
     numbers = code.let(f"load {floats}, ptr {from_}, align 4")

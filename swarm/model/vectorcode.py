@@ -42,9 +42,12 @@ def octets_of(weights: Weights, kind: Kind) -> dict[int, int]:
 
     Sums and weights of so many positions fit into registers, and their activations into a cache.
     """
-    return {4: 64 if kind == "avx512vnni" or _in_pairs(weights, kind) else 32} | dict.fromkeys(
-        (2, 1), 64 if _in_pairs(weights, kind) else 32
-    )
+    return {tile: 64 if _in_pairs(weights, kind) else vector for tile, vector in _vectors_of(kind).items()}
+
+
+def _vectors_of(kind: Kind) -> dict[int, int]:
+    """Return how many octets a vector has, by the number of positions."""
+    return {4: 64 if kind == "avx512vnni" else 32, 2: 32, 1: 32}
 
 
 def code_of(weights: Weights, kind: Kind) -> str:
@@ -82,9 +85,8 @@ class _Products:
 
     def __init__(self, weights: Weights, kind: Kind, tile: int) -> None:
         self._weights, self._kind, self._tile, self._rows = weights, kind, tile, 2 * tile
-        self._octets = octets_of(weights, kind)[tile]
         self._in_pairs = _in_pairs(weights, kind)
-        self._vector = 64 if kind == "avx512vnni" and tile == 4 else 32  # octets
+        self._vector = _vectors_of(kind)[tile]  # octets
         self._integers, self._floats = f"<{self._rows} x i32>", f"<{self._rows} x float>"
         self._code = code = Code(
             f"@multiply_{tile}(ptr noalias %weights, ptr noalias %numbers, ptr noalias %scales, ptr noalias %table, "
@@ -95,6 +97,11 @@ class _Products:
         rounded_up = code.let("add i64 %blocks, %chunk")
         self._chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
         self._numbers = code.times("%blocks", 2) if weights == "int4" else self._chunks
+
+    @property
+    def _octets(self) -> int:
+        """How many inputs a row has together."""
+        return octets_of(self._weights, self._kind)[self._tile]
 
     @property
     def _block_bytes(self) -> int:

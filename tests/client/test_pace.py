@@ -114,9 +114,9 @@ def test_a_trip_is_filled_with_tokens():
 def test_a_step_gathers_the_guesses_that_are_made_while_a_hop_computes_one(guess_s, step_s, guesses):
     """Half of the slowest hop's time is for others."""
     pace = Pace()
-    assert pace.fill(step_s) == 1  # nothing is known of the draft
+    assert pace.gathered(step_s) == 1  # nothing is known of the draft
     pace.drafted(guess_s)
-    assert pace.fill(step_s) == guesses
+    assert pace.gathered(step_s) == guesses
 
 
 @pytest.mark.parametrize(("load", "expected"), [(0.0, 0.02), (1.0, 0.02), (2.0, 0.1), (9.0, 0.1)])
