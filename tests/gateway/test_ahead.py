@@ -396,3 +396,9 @@ async def test_schema_is_fulfilled_by_the_answer_without_guesses(demo):
         assert set(json.loads(text)) <= {"red", "green"}
         assert finished.reason == "stop"
         assert kept > 2
+
+
+def test_likely_guesses_alone_take_time_from_other_streams():
+    guesses = Guessing(Lookup, GuessLimits())
+    ahead = ahead_module.Ahead(None, (1, 2), guesses, None, positions_max=9, now=lambda: 0.0)
+    assert ahead._pipe.cut_off == guesses.limits.ahead.cut_off_busy > guesses.limits.ahead.cut_off
