@@ -24,7 +24,10 @@ from transformers.cache_utils import (
 
 from swarm.blocks import Blocks
 from swarm.errors import RollbackImpossible
-from swarm.model.growing import GrowingLimits, GrowingSlidingLayer, growing
+from swarm.model.growing import GrowingLayer, GrowingLimits, GrowingSlidingLayer, growing
+from swarm.model.slots import Slot
+
+_Snapshot = tuple[Slot | None, list[tuple[Any, dict[str, Any]]]]
 
 
 class SpanCache:
@@ -35,25 +38,39 @@ class SpanCache:
     """
 
     def __init__(self, inner: Any, rollback_max: int) -> None:  # noqa: ANN401 - `_Inner`, or a family's own class
-        self.inner = inner
+        self._inner = inner
         self.rollback_max = rollback_max
+        self.slot: Slot | None = None  # where some layers' past is; they are without one meanwhile
+
+    @property
+    def inner(self) -> Any:  # noqa: ANN401 - as above
+        """The cache that a parent gets, with the whole past."""
+        if self.slot is not None:
+            self.come_out()
+        return self._inner
 
     @property
     def length(self) -> int:
         """Positions that every block of the span has seen."""
-        return int(self.inner.seen)
+        return int(self._inner.seen)
 
     @property
     def layers(self) -> list[Any]:
-        """The cache layers of the hosted blocks that keep anything."""
-        return [layer for layer in self.inner.layers if not isinstance(layer, DummyLayer)]
+        """The cache layers of the hosted blocks that keep anything, with the whole past."""
+        return _real(self.inner)
+
+    @property
+    def bare_layers(self) -> list[Any]:
+        """The layers of all blocks of the model, as they are: some without a past while that is in a slot."""
+        layers: list[Any] = self._inner.layers
+        return layers
 
     @property
     def can_roll_back(self) -> bool:
         """Whether `keep` can remove some positions and leave no trace: never once a recurrent state was written."""
         if self.length == 0:
             return True
-        return bool(self.inner.is_croppable) and (self.rollback_max > 0 or not any(map(_forgets, self.layers)))
+        return bool(self._inner.is_croppable) and (self.rollback_max > 0 or not any(map(_forgets, _real(self._inner))))
 
     @property
     def nbytes(self) -> int:
@@ -62,11 +79,12 @@ class SpanCache:
 
     def advance(self, n_positions: int) -> None:
         """Count the positions of a step that went through; drop the past that no rollback can ask for any more."""
-        self.inner.seen += n_positions
-        self.inner.pending = 0
+        inner = self._inner
+        inner.seen += n_positions
+        inner.pending = 0
         if not self.rollback_max:  # then no layer records
             return
-        for layer in self.layers:
+        for layer in _real(inner):
             if getattr(layer, "record_past", False):
                 _trim(layer, self.rollback_max)
 
@@ -76,35 +94,71 @@ class SpanCache:
         if not 0 <= n_positions <= self.length:
             raise RollbackImpossible(f"a cache of {self.length} positions cannot keep {n_positions}")
         if n_positions == 0:
-            self.inner = self.inner.fresh()
+            self._inner, self.slot = self._inner.fresh(), None
         elif removed:
             if not self.can_roll_back:
                 raise RollbackImpossible("this model's recurrent state cannot be rolled back: replay the session")
-            if removed > self.rollback_max and any(_forgets(layer) for layer in self.layers):
+            layers = _real(self._inner)
+            if removed > self.rollback_max and any(map(_forgets, layers)):
                 raise RollbackImpossible(f"cannot roll back {removed} positions, {self.rollback_max} were agreed on")
-            if not all(_remembers(layer, removed) for layer in self.layers):
+            if not all(_remembers(layer, removed) for layer in layers):
                 raise RollbackImpossible("a layer's past is gone after several rollbacks in a row: replay the session")
-            for layer in self.layers:
-                _remove_last(layer, removed)
-            self.inner.seen = n_positions
+            apart = () if self.slot is None else self.slot.slots.numbers  # there, the past ends where its length says
+            for layer_idx, layer in enumerate(self._inner.layers):
+                if layer_idx not in apart and not isinstance(layer, DummyLayer):
+                    _remove_last(layer, removed)
+            self._inner.seen = n_positions
 
-    def snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
+    def snapshot(self) -> "_Snapshot":
         """Return the state that `restore` puts back after a broken step. Keys and values only; copies nothing."""
-        return [(layer, dict(vars(layer))) for layer in self.layers]
+        return self.slot, [(layer, dict(vars(layer))) for layer in _real(self._inner)]
 
-    def restore(self, snapshot: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Undo all later changes of the layers."""
-        for layer, before in snapshot:
-            vars(layer).clear()
-            vars(layer).update(before)
+    def restore(self, snapshot: "_Snapshot") -> None:
+        """Undo all later changes of the layers. What was written to a slot since then lies behind the past's end."""
+        self.slot, layers = snapshot
+        for layer, before in layers:
+            layer.__dict__.clear()
+            layer.__dict__.update(before)
 
     def gather(self, rows: Tensor) -> None:
         """Replace row i of the batch by row `rows[i]`. rows: int64 [any length]; reorders, repeats and selects."""
         self.inner.reorder_cache(rows)
 
+    # For `swarm.model.together`
+
+    def joinable(self, small_bytes: int) -> tuple[int, ...]:
+        """The layers that keep all of one row's past, if it is short in each: in fewer bytes of keys, and of values."""
+        if self.slot is not None:
+            slots = self.slot.slots
+            return slots.numbers if self.length * slots.position_bytes < small_bytes else ()
+        growing = [(at, layer) for at, layer in enumerate(self._inner.layers) if type(layer) is GrowingLayer]
+        short = tuple(at for at, layer in growing if layer.is_short(self.length, small_bytes))
+        return short if len(short) == len(growing) else ()
+
+    def past(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of such a layer, [1, heads, length, size], where they are."""
+        if self.slot is not None:
+            return self.slot.slots.past(layer_idx, self.slot.row, self.length)
+        past: tuple[Tensor, Tensor] = self._inner.layers[layer_idx].past
+        return past
+
+    def enter(self, slot: Slot) -> None:
+        """Have the past of some layers in a slot, to which it was copied."""
+        self.slot = slot
+        for layer_idx in slot.slots.numbers:
+            self._inner.layers[layer_idx].hold(None, None)
+
+    def come_out(self) -> None:
+        """Have all of the past in the layers again, in memory of its own. Only where there is a slot."""
+        assert self.slot is not None
+        for layer_idx in self.slot.slots.numbers:
+            keys, values = self.past(layer_idx)
+            self._inner.layers[layer_idx].hold(keys.clone(), values.clone())
+        self.slot = None
+
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
-        for holder in [*self.layers, self.inner]:
+        for holder in [*self.layers, self._inner]:
             for value in vars(holder).values():
                 items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
                 found += [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
@@ -179,6 +233,10 @@ class _Inner(DynamicCache):
 
     def _seen_by(self, layer_idx: int) -> int:
         return self.seen + (self.pending if layer_idx < self.start else 0)
+
+
+def _real(inner: Any) -> list[Any]:  # noqa: ANN401 - as `SpanCache.inner`
+    return [layer for layer in inner.layers if not isinstance(layer, DummyLayer)]
 
 
 def _minimax_inner(special: type[DynamicCache]) -> Any:  # noqa: ANN401 - an instance of a family's own class

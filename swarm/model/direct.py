@@ -135,10 +135,12 @@ class DirectPath:
     def step(self, hidden: Tensor, cache: SpanCache, blocks: Blocks) -> Tensor | None:
         """Run blocks on the position that comes next. hidden: [batch, 1, hidden_size]. Returns the same shape.
 
-        None means that the parent has to be called: on this stretch its arguments cannot be foretold.
+        None means that the parent has to be called: without a past, or where its arguments cannot be foretold.
         """
         inner, batch = cache.inner, hidden.shape[0]
         position = inner.seen
+        if not position:
+            return None
         stretch = self._latest
         if stretch is None or not stretch.first <= position < stretch.stop or stretch.batch != batch:
             stretch = self._latest = self._stretch(position, batch)

@@ -38,6 +38,7 @@ class GrowingLimits:
     reserved_times: int = limit(4, "times", "the length of a layer that is reserved as address space")
     unused_share: int = limit(4, "parts", "of a used buffer; a rollback that leaves more than one unused copies")
     unused_tokens_min: int = limit(64, "tokens", "of all rows; a rollback that leaves fewer unused does not copy")
+    joined_room: int = limit(32, "positions", "to spare at most, where short pasts of many sessions lie together")
     reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
@@ -142,7 +143,7 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.keys, self.values
         assert keys is not None
         assert values is not None
-        small = self._limits.small_bytes  # as `is_small` says, without its call: lone steps come through here
+        small = self._limits.small_bytes
         if keys.dim() == key_states.dim() and keys.shape[-2] and max(keys.nbytes, values.nbytes) < small:
             self._buffers = None
             self.keys = torch.cat([keys, key_states], dim=-2)
@@ -166,29 +167,23 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = self._buffers[0].cropped(before, keys), self._buffers[1].cropped(before, values)
 
     @property
-    def is_small(self) -> bool:
-        """Whether there is a past, and copying it costs less than the bookkeeping of a buffer."""
-        keys, values = self.keys, self.values
-        if keys is None or values is None or not keys.numel():
-            return False
-        return max(keys.nbytes, values.nbytes) < self._limits.small_bytes
-
-    @property
     def past(self) -> tuple[Tensor, Tensor]:
         """Keys and values, once there are any."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
-    def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Take these for the whole past: [rows, heads, length, size], whose memory may be shared."""
+    def is_short(self, length: int, small_bytes: int) -> bool:
+        """Whether this is the past of one row and so many positions, in fewer bytes for each of keys and values."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None or not keys.numel() or keys.shape[0] > 1 or keys.shape[-2] != length:
+            return False
+        return max(keys.nbytes, values.nbytes) < small_bytes
+
+    def hold(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Take these for the whole past, [1, heads, length, size]. None: it is elsewhere."""
         self._buffers = None
         self.keys, self.values = keys, values
-
-    def own(self) -> None:
-        """Copy a past that `hold` took into memory of its own."""
-        if self._buffers is None and self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
 
 
 class GrowingSlidingLayer(DynamicSlidingWindowLayer):

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from swarm.model.cache import SpanCache
-from swarm.model.together import Shape, Together, is_short
+from swarm.model.growing import GrowingLimits
+from swarm.model.together import Joined, Together
 
 PACKED = "swarm_packed"  # the attention implementation while packed steps run
 
@@ -81,56 +83,47 @@ class PackedCache(Cache):
 
         together: the model's shared pasts; None keeps each session's apart.
         """
-        super().__init__(layers=list(segments[0].cache.inner.layers))  # for the kinds of layers
+        super().__init__(layers=list(segments[0].cache.bare_layers))  # for the kinds of layers
         self.segments = segments
         self.solo = solo
         self.pasts = [segment.cache.length for segment in segments]
         self.sizes = [segment.size for segment in segments]
         self._together = together
-        self._single = [number for number, size in enumerate(self.sizes) if size == 1] if together is not None else []
-        self._shapes: dict[tuple[int, ...], Shape] = {}
+        self._joined: Joined | None = None
+        self._is_joined = together is None  # whether it was tried
+
+    @property
+    def joined(self) -> Joined | None:
+        """The single steps with short pasts, together: from the first layer on."""
+        if not self._is_joined and self._together is not None:
+            ends = list(accumulate(self.sizes))
+            single = [number for number, size in enumerate(self.sizes) if size == 1]
+            caches = [self.segments[number].cache for number in single]
+            self._joined = self._together.join(caches, single, [ends[number] - 1 for number in single])
+            self._is_joined = True
+            for number in set(range(len(self.segments))).difference(self._joined.numbers if self._joined else ()):
+                if self.segments[number].cache.slot is not None:
+                    self.segments[number].cache.come_out()
+        return self._joined
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Append [1, heads, N, size] to the sessions' caches. Returns their pasts as `PackedStates`, twice."""
         keys, values = PackedStates(self), PackedStates(self)
+        apart: Sequence[int] = range(len(self.segments))
+        joined = self.joined
+        if joined is not None and layer_idx in joined.first.slots.layers:
+            keys.joined = values.joined = joined
+            keys.states, values.states = joined.append(layer_idx, key_states, value_states)
+            if len(joined.numbers) == len(self.segments):
+                return keys, values
+            apart = [number for number in apart if number not in joined.numbers]
         new_keys, new_values = key_states.split(self.sizes, dim=2), value_states.split(self.sizes, dim=2)
-        layers = [segment.cache.inner.layers[layer_idx] for segment in self.segments]
-        together = self._append_together(layer_idx, layers, new_keys, new_values, keys, values)
-        for number, (segment, layer) in enumerate(zip(self.segments, layers, strict=True)):
-            if number in together:
-                past = layer.keys, layer.values
-            else:
-                past = layer.update(
-                    _rows(new_keys[number], segment), _rows(new_values[number], segment), *args, **kwargs
-                )
-            keys.parts.append(past[0])
-            values.parts.append(past[1])
+        for number in apart:
+            segment = self.segments[number]
+            layer = segment.cache.bare_layers[layer_idx]
+            new = _rows(new_keys[number], segment), _rows(new_values[number], segment)
+            keys.parts[number], values.parts[number] = layer.update(*new, *args, **kwargs)
         return keys, values
-
-    def _append_together(
-        self,
-        layer_idx: int,
-        layers: Sequence[Any],
-        new_keys: Sequence[Tensor],
-        new_values: Sequence[Tensor],
-        keys: "PackedStates",
-        values: "PackedStates",
-    ) -> frozenset[int]:
-        """Append single positions to short pasts at once. Returns the numbers of their segments."""
-        numbers = [number for number in self._single if is_short(layers[number])]
-        if self._together is None or len(numbers) < 2:
-            return frozenset()
-        short = [layers[number] for number in numbers]
-        new = [new_keys[number] for number in numbers], [new_values[number] for number in numbers]
-
-        def shape_of(lengths: list[int]) -> Shape:
-            key = (*numbers, *lengths)  # layers have mostly the same
-            if key not in self._shapes:
-                self._shapes[key] = Shape.of(numbers, lengths, new[0][0].device)
-            return self._shapes[key]
-
-        keys.joined, values.joined, keys.shape = self._together.append(layer_idx, short, new, shape_of)
-        return frozenset(numbers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: lengths are the sessions' own."""
@@ -150,12 +143,22 @@ class PackedCache(Cache):
 
 @dataclass(slots=True)
 class PackedStates:
-    """Keys or values of all sessions of a packed step in one layer. No tensor, so that computing with it fails."""
+    """Keys or values of all sessions of a packed step in one layer. No tensor, so that computing with it fails.
+
+    states: those of the joined ones, [segments, heads, longest, size]. parts: those of all others, by their numbers.
+    """
 
     cache: PackedCache
-    parts: list[Tensor] = field(default_factory=list)
-    joined: Tensor | None = None  # those that `shape` describes
-    shape: Shape | None = None
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    joined: Joined | None = None
+    states: Tensor | None = None
+
+    def part(self, number: int) -> Tensor:
+        """Return one segment's, [rows, heads, length, size]."""
+        if self.joined is None or self.states is None or number in self.parts:
+            return self.parts[number]
+        row = self.joined.numbers.index(number)
+        return self.states[row : row + 1, :, : self.joined.lengths[row]]
 
 
 class PackedMask:
@@ -194,11 +197,15 @@ class PackedMask:
 class Packing:
     """Turns one model to packed attention for the time of a call. Used by the model's one compute thread."""
 
-    def __init__(self, configs: Sequence[PretrainedConfig], *, joins: bool = True) -> None:
-        """configs: all that the model's modules look at. joins: whether one call may attend to many short pasts."""
+    def __init__(self, configs: Sequence[PretrainedConfig], joins: GrowingLimits | None) -> None:
+        """configs: all that the model's modules look at.
+
+        joins: which pasts are short enough to be attended by one call; None for none.
+        """
         self._configs = [(config, str(config._attn_implementation)) for config in configs]
         self.solo = {id(config): name for config, name in self._configs}
-        self.together = Together() if joins else None
+        self.joins = joins
+        self.together = None if joins is None else Together(joins)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -236,23 +243,23 @@ def packed_attention(
     positions = kwargs.pop("position_ids", None)
     of_each = None if positions is None else positions.split(cache.sizes, dim=1)
     outputs: list[Tensor | None] = [None] * len(cache.segments)
-    states = query.split(cache.sizes, dim=2)
-    shape = key.shape if _sees_all(attend, attention_mask) else None
-    if shape is not None and key.joined is not None and value.joined is not None:
-        queries = torch.cat([states[number] for number in shape.numbers])
-        output = attend(module, queries, shape.padded(key.joined), shape.padded(value.joined), shape.mask, **kwargs)[0]
-        if len(shape.numbers) == len(outputs):
-            return output.transpose(0, 1), None
-        for number, own in zip(shape.numbers, output.split(1), strict=True):
+    joined = key.joined if _sees_all(attend, attention_mask) else None
+    if joined is not None and key.states is not None and value.states is not None:
+        queries = joined.chosen(query).transpose(0, 2)
+        output = attend(module, queries, key.states, value.states, joined.mask(query), **kwargs)[0]
+        if len(joined.numbers) == len(outputs):
+            return joined.spread(output).transpose(0, 1), None
+        for number, own in zip(joined.numbers, output.split(1), strict=True):
             outputs[number] = own
+    states = query.split(cache.sizes, dim=2)
     for number, segment in enumerate(cache.segments):
         if outputs[number] is not None:
             continue
-        keys = key.parts[number]
+        keys = key.part(number)
         mask = attention_mask.of(cache, number, keys.shape[-2]) if attention_mask is not None else None
         if of_each is not None:
             kwargs["position_ids"] = of_each[number].reshape(segment.rows, segment.tokens)
-        output = attend(module, _rows(states[number], segment), keys, value.parts[number], mask, **kwargs)[0]
+        output = attend(module, _rows(states[number], segment), keys, value.part(number), mask, **kwargs)[0]
         one = output if output.shape[0] == 1 else output.reshape(1, cache.sizes[number], *output.shape[2:])
         outputs[number] = one
     return torch.cat([output for output in outputs if output is not None], dim=1), None

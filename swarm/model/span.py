@@ -85,7 +85,7 @@ class Shared:
         configs = [config for config in configs_of(self.model) if config._attn_implementation == old]
         for config in configs:
             config._attn_implementation_internal = new
-        self.packing = Packing(configs_of(self.model), joins=self.packing.together is not None)
+        self.packing = Packing(configs_of(self.model), self.packing.joins)
         return bool(configs)
 
 
@@ -110,7 +110,7 @@ class Span:
         weights = Weights.of(model)
         numeric_class = class_of_model(model, weights.dtype)
         # Attention to pasts that are joined adds up in another order: steps of integers give the same bits as alone.
-        packing = Packing(configs_of(model), joins=integers_of(model) is None)
+        packing = Packing(configs_of(model), limits.growing if integers_of(model) is None else None)
         return cls(Shared(model, traits, blocks, limits, weights, numeric_class, packing), blocks)
 
     @property
@@ -246,7 +246,7 @@ class Span:
         It has to be the plain next position of every row. Arguments as `forward`'s; hidden: [batch, 1, hidden_size].
         """
         direct = self.shared.direct
-        if direct is None or not cache.length or torch.is_grad_enabled():
+        if direct is None or torch.is_grad_enabled():
             return None
         if positions is not None and any(position != cache.length for (position,) in positions.tolist()):
             return None

@@ -1,101 +1,156 @@
-"""Short pasts of many sessions in one packed step: joined in memory, and attended by one call.
+"""Single steps of many sessions with short pasts: which lie in rows side by side, and how they are written and read.
 
-A call for each session and layer takes some 30 us, however short its past is. So the single steps of a batch append to
-one tensor of their pasts, each padded to the longest, of which each session keeps a view. It goes to attention as a
-whole, with a mask over the padding. Long pasts stay apart: reading them takes longer than the call.
+A batch whose sessions have rows side by side is computed in place. Any other one gets new rows, to which its pasts are
+copied; that is a batch's first step, and one in as many as a row has to spare. Long pasts stay apart: reading them
+takes longer than the call that is saved.
 
-A view keeps the other sessions' memory, too. Only the latest such tensor of each layer is shared: a session that does
-not take part in the next batch gets memory of its own.
+Rows keep each other's memory. Those whose neighbours have left for other rows move to memory of their own.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from collections.abc import Sequence
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from swarm.model.growing import GrowingLayer
+from swarm.model.cache import SpanCache
+from swarm.model.growing import GrowingLimits
+from swarm.model.slots import Slot, Slots
 
 
-@dataclass(slots=True)
-class Shape:
-    """The segments of a packed step that are joined, by number, and the lengths of their pasts with the new position.
+class Joined:
+    """Some segments of a packed step, in the order of their rows. Made for one step."""
 
-    mask: bool [segments, 1, 1, longest], True where a position is real; None if all are as long as the longest.
-    """
+    def __init__(self, caches: Sequence[SpanCache], numbers: list[int], tokens: list[int]) -> None:
+        """caches: in slots side by side. numbers: of their segments. tokens: where their positions are in the step."""
+        assert caches[0].slot is not None
+        self.first = caches[0].slot
+        self.numbers = numbers
+        self.lengths = [cache.length + 1 for cache in caches]  # with the new position
+        self._tokens = tokens
+        self._is_sorted = tokens == list(range(len(tokens)))
+        self._places_of: dict[int, Tensor] = {}  # by the number of heads
+        self._mask: Tensor | None = None
 
-    numbers: list[int]
-    lengths: list[int]
-    mask: Tensor | None
+    def append(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one position for each, of [1, heads, N, size]. Returns all: [segments, heads, longest, size]."""
+        grown = []
+        for rows, states in zip(self.first.slots.layers[layer_idx], (keys, values), strict=True):
+            new = self.chosen(states)
+            _, heads, count, size = new.shape
+            places = self._places(heads, states.device)
+            rows.view(-1, size).index_copy_(0, places, new.reshape(heads * count, size))
+            grown.append(rows.narrow(0, self.first.row, count).narrow(2, 0, max(self.lengths)))
+        return grown[0], grown[1]
 
-    @classmethod
-    def of(cls, numbers: list[int], lengths: list[int], device: torch.device) -> "Shape":
-        """Lay out pasts of these lengths."""
-        longest = max(lengths)
-        if min(lengths) == longest:
-            return cls(numbers, lengths, None)
-        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        return cls(numbers, lengths, real[:, None, None].to(device))
-
-    def padded(self, joined: Tensor) -> Tensor:
-        """Return joined pasts [1, heads, segments * longest, size] as [segments, heads, longest, size]."""
-        _, heads, _, size = joined.shape
-        return joined.view(heads, len(self.lengths), -1, size).transpose(0, 1)
-
-    def join(self, pasts: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Put pasts and their new positions side by side. Returns all, padded, and each one's own part as a view."""
+    def mask(self, like: Tensor) -> Tensor | None:
+        """What attention adds, [segments, 1, 1, longest]: nothing where a position is real. None if all are as long."""
         longest = max(self.lengths)
-        widths = [longest - length for length in self.lengths]
-        zeros = new[0].new_zeros(*new[0].shape[:2], max(widths), new[0].shape[3])
-        paddings = {width: zeros[:, :, :width] for width in set(widths)}
-        parts = zip(pasts, new, (paddings[width] for width in widths), strict=True)
-        joined = torch.cat(list(chain.from_iterable(parts)), dim=2)
-        sizes = list(chain.from_iterable(zip(self.lengths, widths, strict=True)))
-        return joined, joined.split_with_sizes(sizes, dim=2)[::2]
+        if min(self.lengths) == longest:
+            return None
+        if self._mask is None:
+            hidden = torch.arange(longest) >= torch.tensor(self.lengths)[:, None]
+            nothing = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+            self._mask = nothing[:, None, None].to(like.device)
+        return self._mask
+
+    def chosen(self, states: Tensor) -> Tensor:
+        """Return these segments' part of [1, heads, N, size], in the order of rows."""
+        if self._is_sorted and states.shape[2] == len(self._tokens):
+            return states
+        return states.index_select(2, torch.tensor(self._tokens, device=states.device))
+
+    def spread(self, states: Tensor) -> Tensor:
+        """Return states [segments, ...] in the order of the segments; only where all are joined."""
+        if self._is_sorted:
+            return states
+        order = sorted(range(len(states)), key=self.numbers.__getitem__)
+        return states.index_select(0, torch.tensor(order, device=states.device))
+
+    def _places(self, heads: int, device: torch.device) -> Tensor:
+        """Return where new positions go in [rows * heads * capacity]: int64 [heads * segments]."""
+        if heads not in self._places_of:
+            slots, row = self.first
+            rows = torch.arange(row, row + len(self.numbers))
+            places = (rows * heads + torch.arange(heads)[:, None]) * slots.capacity + torch.tensor(self.lengths) - 1
+            self._places_of[heads] = places.flatten().to(device)
+        return self._places_of[heads]
 
 
-@dataclass(slots=True)
 class Together:
-    """The sessions whose pasts lie in one tensor, for each layer. Used by a model's one compute thread."""
+    """Gives rows to sessions that step together. Used by a model's one compute thread."""
 
-    _members: dict[int, list[ref[GrowingLayer]]] = field(default_factory=dict)
+    def __init__(self, limits: GrowingLimits) -> None:
+        self._limits = limits
+        self._given: list[tuple[ref[Slots], list[ref[SpanCache]]]] = []
 
-    def append(
-        self,
-        layer_idx: int,
-        layers: Sequence[GrowingLayer],
-        new: tuple[Sequence[Tensor], Sequence[Tensor]],
-        shape_of: Callable[[list[int]], Shape],
-    ) -> tuple[Tensor, Tensor, Shape]:
-        """Append a position to each layer. Returns all keys and all values, joined, and how they lie.
+    def join(self, caches: Sequence[SpanCache], numbers: Sequence[int], tokens: Sequence[int]) -> Joined | None:
+        """Bring those of some single steps whose pasts are short into rows side by side. None for fewer than two.
 
-        new: keys and values, [1, heads, 1, size] for each. shape_of: is given the new lengths.
+        numbers, tokens: of their segments and positions in the packed step.
         """
-        self._part(layer_idx, layers)
-        shape = shape_of([layer.get_seq_length() + 1 for layer in layers])
-        pasts = [layer.past for layer in layers]
-        keys, own_keys = shape.join([past[0] for past in pasts], new[0])
-        values, own_values = shape.join([past[1] for past in pasts], new[1])
-        for layer, *own in zip(layers, own_keys, own_values, strict=True):
-            layer.hold(*own)
-        return keys, values, shape
+        small_bytes = self._limits.small_bytes
+        layers = [cache.joinable(small_bytes) for cache in caches]
+        common = next(filter(None, layers), ())
+        members = [at for at, own in enumerate(layers) if own == common]
+        if not common or len(members) < 2:
+            return None
+        members.sort(key=lambda at: _row_of(caches[at]))
+        together = [caches[at] for at in members]
+        if not _in_place(together):
+            self._move(common, together)
+        return Joined(together, [numbers[at] for at in members], [tokens[at] for at in members])
 
-    def _part(self, layer_idx: int, layers: Sequence[GrowingLayer]) -> None:
-        """Give those memory of their own that were joined before and are not among these."""
-        before = self._members.get(layer_idx, [])
-        if len(before) == len(layers) and all(old() is new for old, new in zip(before, layers, strict=True)):
-            return
-        staying = set(map(id, layers))
-        for old in before:
-            layer = old()
-            if layer is not None and id(layer) not in staying:
-                layer.own()
-        self._members[layer_idx] = [ref(layer) for layer in layers]
+    def _move(self, layers: Sequence[int], caches: Sequence[SpanCache]) -> None:
+        """Copy pasts to new rows, with room for more."""
+        room = self._limits.joined_room
+        capacity = (max(cache.length for cache in caches) // room + 1) * room
+        slots = Slots({index: _rows([cache.past(index) for cache in caches], capacity) for index in layers})
+        for row, cache in enumerate(caches):
+            cache.enter(Slot(slots, row))
+        self._given.append((ref(slots), list(map(ref, caches))))
+        self._part()
+
+    def _part(self) -> None:
+        """Give memory of their own to those whose neighbours are gone, so that they do not keep all rows."""
+        kept = []
+        for given, holders in self._given:
+            slots = given()
+            if slots is None:
+                continue
+            held = [cache for holder in holders if (cache := holder()) is not None]
+            here = [cache for cache in held if cache.slot is not None and cache.slot.slots is slots]
+            if 2 * len(here) >= slots.rows:
+                kept.append((given, holders))
+                continue
+            for cache in here:
+                cache.come_out()
+        self._given = kept
 
 
-def is_short(layer: Any) -> bool:  # noqa: ANN401 - a cache layer of any family
-    """Whether a layer's past of one row may be joined with others."""
-    return type(layer) is GrowingLayer and layer.is_small and layer.past[0].shape[0] == 1
+def _row_of(cache: SpanCache) -> int:
+    return -1 if cache.slot is None else cache.slot.row
+
+
+def _rows(pasts: Sequence[tuple[Tensor, Tensor]], capacity: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of some sessions, [1, heads, their length, size], as rows of so many positions."""
+    pair = []
+    for side in (0, 1):
+        _, heads, _, size = pasts[0][side].shape
+        rows = pasts[0][side].new_zeros(len(pasts), heads, capacity, size)
+        for row, past in zip(rows, pasts, strict=True):
+            row.narrow(1, 0, past[side].shape[2]).copy_(past[side][0])
+        pair.append(rows)
+    return pair[0], pair[1]
+
+
+def _in_place(caches: Sequence[SpanCache]) -> bool:
+    """Whether these caches, sorted by their rows, lie side by side, with room for one position more."""
+    first = caches[0].slot
+    if first is None or not first.slots.is_writable:
+        return False
+    slots, length_max = first.slots, first.slots.capacity - 1
+    return all(
+        cache.slot is not None and cache.slot.slots is slots and cache.slot.row == row and cache.length <= length_max
+        for row, cache in enumerate(caches, first.row)
+    )

@@ -15,6 +15,7 @@ from swarm.errors import RollbackImpossible
 from swarm.model import packed as packed_module
 from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.growing import GrowingLimits
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
@@ -132,33 +133,69 @@ def test_outputs_do_not_hold_each_others_memory(span_of: Callable[[str], Span]) 
     assert small.untyped_storage().nbytes() == small.nbytes
 
 
-def test_short_pasts_lie_together_until_a_session_sits_out(family_dir: FamilyDir) -> None:
+@pytest.fixture
+def short_pasts(family_dir: FamilyDir) -> Callable[..., list[SpanCache]]:
+    """Steps three sessions in any company, each compared with a twin that steps alone; returns their caches."""
     span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6))
     caches, twins = [[span.new_cache() for _ in range(3)] for _ in range(2)]
 
-    def step(members: list[int]) -> None:
-        hidden = {number: torch.randn(1, 1, 64) for number in members}
-        outputs = span.forward_packed([Segment(hidden[number], caches[number]) for number in members])
-        for number, output in zip(members, outputs, strict=True):
-            expected = span.forward(hidden[number], cache=twins[number])
-            assert (output - expected).norm() < TOLERANCE * expected.norm()
+    def step(*members: int, tokens: int = 1) -> list[SpanCache]:
+        hidden = {number: torch.randn(1, tokens, 64) for number in members}
+        with torch.inference_mode():
+            outputs = span.forward_packed([Segment(hidden[number], caches[number]) for number in members])
+            for number, output in zip(members, outputs, strict=True):
+                expected = span.forward(hidden[number], cache=twins[number])
+                assert (output - expected).norm() < TOLERANCE * expected.norm()
+        return caches
 
-    with torch.inference_mode():
-        for number, tokens in enumerate((3, 9, 5)):
-            prompt = torch.randn(1, tokens, 64)
-            span.forward(prompt, cache=caches[number])
-            span.forward(prompt, cache=twins[number])
-        step([0, 1, 2])
-        assert len({memory_of(cache) for cache in caches}) == 1
-        step([2, 0])
-        assert memory_of(caches[0]) == memory_of(caches[2]) != memory_of(caches[1])
-        assert all(layer.keys.untyped_storage().nbytes() == layer.keys.nbytes for layer in caches[1].layers)
-        step([0, 1, 2])
-        assert len({memory_of(cache) for cache in caches}) == 1
+    for number, tokens in enumerate((3, 9, 5)):
+        step(number, tokens=tokens)
+    return step
 
 
-def memory_of(cache: SpanCache) -> tuple[int, ...]:
-    return tuple(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
+def test_short_pasts_lie_side_by_side_until_most_are_gone(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, b, c = short_pasts(0, 1, 2)
+    slots = [cache.slot.slots for cache in (a, b, c) if cache.slot is not None]
+    assert len(slots) == 3
+    assert slots[0] is slots[1] is slots[2]
+    short_pasts(2, 0)  # no neighbours
+    assert a.slot is not None
+    assert c.slot is not None
+    assert a.slot.slots is c.slot.slots is not slots[0]
+    assert b.slot is None
+    assert all(layer.keys.untyped_storage().nbytes() == layer.keys.nbytes for layer in b.layers)
+    short_pasts(0, 1, 2)
+    assert b.slot is not None
+
+
+def test_a_batch_that_lies_side_by_side_stays_where_it_is(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, b, c = short_pasts(0, 1, 2)
+    places = a.slot, b.slot, c.slot
+    for members in ((2, 1), (0, 1, 2), (1, 2), (1, 0, 2)):
+        short_pasts(*members)
+    b.keep(b.length - 2)
+    assert (a.slot, b.slot, c.slot) == places
+
+
+def test_rows_without_room_move(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, *_ = short_pasts(0, 1, 2)
+    before = a.slot
+    for _ in range(GrowingLimits().joined_room):
+        short_pasts(0, 1, 2)
+    assert before is not None
+    assert a.slot is not None
+    assert a.slot.slots is not before.slots
+
+
+@pytest.mark.parametrize("way", ["alone", "several positions", "reordered"])
+def test_a_session_takes_its_past_along(way: str, short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, *_ = short_pasts(0, 1, 2)
+    if way == "reordered":
+        a.gather(torch.tensor([0]))
+    else:
+        short_pasts(0, tokens=1 if way == "alone" else 4)
+    assert a.slot is None
+    short_pasts(0, 1, 2)
 
 
 def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
