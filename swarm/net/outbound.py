@@ -29,9 +29,9 @@ class Outbound(SendBuffer):
     def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
         """Send a message behind all earlier ones.
 
-        soon: at the end of this turn of the loop, perhaps in one frame with others.
+        soon: at the end of this turn of the loop, perhaps in one frame with others. So does one behind such a message.
         """
-        if soon and self.bundles and fits(message):
+        if (soon or self._soon) and self.bundles and fits(message):
             if not self._soon:
                 self._loop.call_soon(self._flush)
             self._soon.append((message, activations))
