@@ -111,7 +111,7 @@ class PackedCache(Cache):
         keys, values = PackedStates(self), PackedStates(self)
         apart: Sequence[int] = range(len(self.segments))
         joined = self.joined
-        if joined is not None and layer_idx in joined.first.slots.layers:
+        if joined is not None and layer_idx in joined.slots.layers:
             keys.joined = values.joined = joined
             keys.states, values.states = joined.append(layer_idx, key_states, value_states)
             if len(joined.numbers) == len(self.segments):
@@ -145,7 +145,7 @@ class PackedCache(Cache):
 class PackedStates:
     """Keys or values of all sessions of a packed step in one layer. No tensor, so that computing with it fails.
 
-    states: those of the joined ones, [segments, heads, longest, size]. parts: those of all others, by their numbers.
+    states: those of the joined ones, as `Joined.append` returns them. parts: those of all others, by their numbers.
     """
 
     cache: PackedCache
@@ -157,8 +157,7 @@ class PackedStates:
         """Return one segment's, [rows, heads, length, size]."""
         if self.joined is None or self.states is None or number in self.parts:
             return self.parts[number]
-        row = self.joined.numbers.index(number)
-        return self.states[row : row + 1, :, : self.joined.lengths[row]]
+        return self.joined.part(self.states, number)
 
 
 class PackedMask:
@@ -245,10 +244,11 @@ def packed_attention(
     outputs: list[Tensor | None] = [None] * len(cache.segments)
     joined = key.joined if _sees_all(attend, attention_mask) else None
     if joined is not None and key.states is not None and value.states is not None:
-        queries = joined.chosen(query).transpose(0, 2)
-        output = attend(module, queries, key.states, value.states, joined.mask(query), **kwargs)[0]
+        mask = joined.mask(query)
+        output = attend(module, joined.queries(query), key.states, value.states, mask, **kwargs)[0]
+        output = joined.answers(output)
         if len(joined.numbers) == len(outputs):
-            return joined.spread(output).transpose(0, 1), None
+            return output.transpose(0, 1), None
         for number, own in zip(joined.numbers, output.split(1), strict=True):
             outputs[number] = own
     states = query.split(cache.sizes, dim=2)

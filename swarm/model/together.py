@@ -1,10 +1,10 @@
 """Single steps of many sessions with short pasts: which lie in rows side by side, and how they are written and read.
 
-A batch whose sessions have rows side by side is computed in place. Any other one gets new rows, to which its pasts are
-copied; that is a batch's first step, and one in as many as a row has to spare. Long pasts stay apart: reading them
+A batch is computed in place where its sessions have rows of the same tensors. One that was elsewhere moves to a free
+row near by; a batch that is spread too far, or finds no room, moves as a whole. Long pasts stay apart: reading them
 takes longer than the call that is saved.
 
-Rows keep each other's memory. Those whose neighbours have left for other rows move to memory of their own.
+Rows keep each other's memory. The last ones of a tensor whose others have left move to memory of their own.
 """
 
 from collections.abc import Sequence
@@ -15,64 +15,78 @@ from torch import Tensor
 
 from swarm.model.cache import SpanCache
 from swarm.model.growing import GrowingLimits
-from swarm.model.slots import Slot, Slots
+from swarm.model.slots import Slots
 
 
 class Joined:
-    """Some segments of a packed step, in the order of their rows. Made for one step."""
+    """Some segments of a packed step whose pasts lie in slots. Made for one step.
 
-    def __init__(self, caches: Sequence[SpanCache], numbers: list[int], tokens: list[int]) -> None:
-        """caches: in slots side by side. numbers: of their segments. tokens: where their positions are in the step."""
-        assert caches[0].slot is not None
-        self.first = caches[0].slot
+    numbers: of the segments. lengths: of their pasts, with the new position.
+    """
+
+    def __init__(self, slots: Slots, caches: Sequence[SpanCache], numbers: list[int], tokens: list[int]) -> None:
+        """caches: all in these slots. tokens: where their positions are in the step."""
+        rows = [cache.slot.row for cache in caches if cache.slot is not None]
+        self.slots = slots
         self.numbers = numbers
-        self.lengths = [cache.length + 1 for cache in caches]  # with the new position
+        self.lengths = [cache.length + 1 for cache in caches]
+        self._first = min(rows)
+        self._count = max(rows) + 1 - self._first  # rows that are read: some of them may be others'
+        self._rows = [row - self._first for row in rows]
         self._tokens = tokens
-        self._is_sorted = tokens == list(range(len(tokens)))
+        self._in_order = tokens == self._rows == list(range(self._count))
         self._places_of: dict[int, Tensor] = {}  # by the number of heads
         self._mask: Tensor | None = None
 
     def append(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one position for each, of [1, heads, N, size]. Returns all: [segments, heads, longest, size]."""
+        """Write one position for each, of [1, heads, N, size]. Returns pasts: [rows read, heads, longest, size]."""
         grown = []
-        for rows, states in zip(self.first.slots.layers[layer_idx], (keys, values), strict=True):
-            new = self.chosen(states)
+        for side, states in zip(self.slots.layers[layer_idx], (keys, values), strict=True):
+            new = states if states.shape[2] == len(self._tokens) else _picked(states, 2, self._tokens)
             _, heads, count, size = new.shape
             places = self._places(heads, states.device)
-            rows.view(-1, size).index_copy_(0, places, new.reshape(heads * count, size))
-            grown.append(rows.narrow(0, self.first.row, count).narrow(2, 0, max(self.lengths)))
+            side.view(-1, size).index_copy_(0, places, new.reshape(heads * count, size))
+            grown.append(side.narrow(0, self._first, self._count).narrow(2, 0, max(self.lengths)))
         return grown[0], grown[1]
 
+    def part(self, states: Tensor, number: int) -> Tensor:
+        """Return one segment's past, [1, heads, length, size], of what `append` returned."""
+        at = self.numbers.index(number)
+        row = self._rows[at]
+        return states[row : row + 1, :, : self.lengths[at]]
+
+    def queries(self, states: Tensor) -> Tensor:
+        """Return [1, heads, N, size] as [rows read, heads, 1, size]; others' rows get any."""
+        if not self._in_order or states.shape[2] != self._count:
+            tokens = [self._tokens[0]] * self._count
+            for row, token in zip(self._rows, self._tokens, strict=True):
+                tokens[row] = token
+            states = _picked(states, 2, tokens)
+        return states.transpose(0, 2)
+
+    def answers(self, output: Tensor) -> Tensor:
+        """Return the segments' part of [rows read, ...], in the order of `numbers`."""
+        return output if self._in_order else _picked(output, 0, self._rows)
+
     def mask(self, like: Tensor) -> Tensor | None:
-        """What attention adds, [segments, 1, 1, longest]: nothing where a position is real. None if all are as long."""
+        """What attention adds, [rows read, 1, 1, longest]: nothing where positions are real. None if it hides none."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None
         if self._mask is None:
-            hidden = torch.arange(longest) >= torch.tensor(self.lengths)[:, None]
+            lengths = [longest] * self._count
+            for row, length in zip(self._rows, self.lengths, strict=True):
+                lengths[row] = length
+            hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
             nothing = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
             self._mask = nothing[:, None, None].to(like.device)
         return self._mask
 
-    def chosen(self, states: Tensor) -> Tensor:
-        """Return these segments' part of [1, heads, N, size], in the order of rows."""
-        if self._is_sorted and states.shape[2] == len(self._tokens):
-            return states
-        return states.index_select(2, torch.tensor(self._tokens, device=states.device))
-
-    def spread(self, states: Tensor) -> Tensor:
-        """Return states [segments, ...] in the order of the segments; only where all are joined."""
-        if self._is_sorted:
-            return states
-        order = sorted(range(len(states)), key=self.numbers.__getitem__)
-        return states.index_select(0, torch.tensor(order, device=states.device))
-
     def _places(self, heads: int, device: torch.device) -> Tensor:
-        """Return where new positions go in [rows * heads * capacity]: int64 [heads * segments]."""
+        """Return where new positions go in [all rows * heads * capacity]: int64 [heads * segments]."""
         if heads not in self._places_of:
-            slots, row = self.first
-            rows = torch.arange(row, row + len(self.numbers))
-            places = (rows * heads + torch.arange(heads)[:, None]) * slots.capacity + torch.tensor(self.lengths) - 1
+            rows, ends = torch.tensor(self._rows) + self._first, torch.tensor(self.lengths) - 1
+            places = (rows * heads + torch.arange(heads)[:, None]) * self.slots.capacity + ends
             self._places_of[heads] = places.flatten().to(device)
         return self._places_of[heads]
 
@@ -82,10 +96,10 @@ class Together:
 
     def __init__(self, limits: GrowingLimits) -> None:
         self._limits = limits
-        self._given: list[tuple[ref[Slots], list[ref[SpanCache]]]] = []
+        self._given: list[ref[Slots]] = []
 
     def join(self, caches: Sequence[SpanCache], numbers: Sequence[int], tokens: Sequence[int]) -> Joined | None:
-        """Bring those of some single steps whose pasts are short into rows side by side. None for fewer than two.
+        """Bring those of some single steps whose pasts are short into the same slots. None for fewer than two.
 
         numbers, tokens: of their segments and positions in the packed step.
         """
@@ -95,62 +109,53 @@ class Together:
         members = [at for at, own in enumerate(layers) if own == common]
         if not common or len(members) < 2:
             return None
-        members.sort(key=lambda at: _row_of(caches[at]))
         together = [caches[at] for at in members]
-        if not _in_place(together):
-            self._move(common, together)
-        return Joined(together, [numbers[at] for at in members], [tokens[at] for at in members])
+        slots = self._found(together) or self._new(common, together)
+        return Joined(slots, together, [numbers[at] for at in members], [tokens[at] for at in members])
 
-    def _move(self, layers: Sequence[int], caches: Sequence[SpanCache]) -> None:
-        """Copy pasts to new rows, with room for more."""
+    def _found(self, caches: Sequence[SpanCache]) -> Slots | None:
+        """Return the slots where most of these lie, and bring the others there. None where they do not fit."""
+        all_slots = [cache.slot.slots for cache in caches if cache.slot is not None]
+        if not all_slots:
+            return None
+        slots = max(set(all_slots), key=all_slots.count)
+        rows = [cache.slot.row for cache in caches if cache.slot is not None and cache.slot.slots is slots]
+        others = [cache for cache in caches if cache.slot is None or cache.slot.slots is not slots]
+        free = slots.free(rows)[: len(others)] if others else []
+        if len(free) < len(others) or not slots.is_writable or max(c.length for c in caches) >= slots.capacity:
+            return None
+        rows += free
+        if max(rows) + 1 - min(rows) > self._limits.joined_spread * len(rows):
+            return None
+        for row, cache in zip(free, others, strict=True):
+            slots.take(row, cache)
+        return slots
+
+    def _new(self, layers: Sequence[int], caches: Sequence[SpanCache]) -> Slots:
+        """Copy pasts to new rows, with room for more positions and more sessions."""
         room = self._limits.joined_room
         capacity = (max(cache.length for cache in caches) // room + 1) * room
-        slots = Slots({index: _rows([cache.past(index) for cache in caches], capacity) for index in layers})
+        rows = len(caches) + len(caches) // 4
+        slots = Slots({layer_idx: caches[0].past(layer_idx) for layer_idx in layers}, rows, capacity)
         for row, cache in enumerate(caches):
-            cache.enter(Slot(slots, row))
-        self._given.append((ref(slots), list(map(ref, caches))))
+            slots.take(row, cache)
+        self._given.append(ref(slots))
         self._part()
+        return slots
 
     def _part(self) -> None:
-        """Give memory of their own to those whose neighbours are gone, so that they do not keep all rows."""
+        """Give memory of their own to those whose neighbours have left, so that they do not keep all rows."""
         kept = []
-        for given, holders in self._given:
+        for given in self._given:
             slots = given()
-            if slots is None:
+            held = [] if slots is None else slots.held()
+            if slots is not None and self._limits.joined_rows_min * len(held) >= slots.rows:
+                kept.append(given)
                 continue
-            held = [cache for holder in holders if (cache := holder()) is not None]
-            here = [cache for cache in held if cache.slot is not None and cache.slot.slots is slots]
-            if 2 * len(here) >= slots.rows:
-                kept.append((given, holders))
-                continue
-            for cache in here:
+            for cache in held:
                 cache.come_out()
         self._given = kept
 
 
-def _row_of(cache: SpanCache) -> int:
-    return -1 if cache.slot is None else cache.slot.row
-
-
-def _rows(pasts: Sequence[tuple[Tensor, Tensor]], capacity: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of some sessions, [1, heads, their length, size], as rows of so many positions."""
-    pair = []
-    for side in (0, 1):
-        _, heads, _, size = pasts[0][side].shape
-        rows = pasts[0][side].new_zeros(len(pasts), heads, capacity, size)
-        for row, past in zip(rows, pasts, strict=True):
-            row.narrow(1, 0, past[side].shape[2]).copy_(past[side][0])
-        pair.append(rows)
-    return pair[0], pair[1]
-
-
-def _in_place(caches: Sequence[SpanCache]) -> bool:
-    """Whether these caches, sorted by their rows, lie side by side, with room for one position more."""
-    first = caches[0].slot
-    if first is None or not first.slots.is_writable:
-        return False
-    slots, length_max = first.slots, first.slots.capacity - 1
-    return all(
-        cache.slot is not None and cache.slot.slots is slots and cache.slot.row == row and cache.length <= length_max
-        for row, cache in enumerate(caches, first.row)
-    )
+def _picked(states: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
+    return states.index_select(dim, torch.tensor(numbers, device=states.device))

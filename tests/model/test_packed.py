@@ -18,6 +18,7 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.growing import GrowingLimits
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
+from swarm.model.slots import Slots
 from swarm.model.span import Span
 from tests.families import OFTEN, SPLIT
 from tests.model.rings import GROWS
@@ -133,11 +134,14 @@ def test_outputs_do_not_hold_each_others_memory(span_of: Callable[[str], Span]) 
     assert small.untyped_storage().nbytes() == small.nbytes
 
 
+SESSIONS = 8
+
+
 @pytest.fixture
 def short_pasts(family_dir: FamilyDir) -> Callable[..., list[SpanCache]]:
-    """Steps three sessions in any company, each compared with a twin that steps alone; returns their caches."""
+    """Steps some sessions in any company, each compared with a twin that steps alone; returns the caches of all."""
     span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6))
-    caches, twins = [[span.new_cache() for _ in range(3)] for _ in range(2)]
+    caches, twins = [[span.new_cache() for _ in range(SESSIONS)] for _ in range(2)]
 
     def step(*members: int, tokens: int = 1) -> list[SpanCache]:
         hidden = {number: torch.randn(1, tokens, 64) for number in members}
@@ -148,43 +152,75 @@ def short_pasts(family_dir: FamilyDir) -> Callable[..., list[SpanCache]]:
                 assert (output - expected).norm() < TOLERANCE * expected.norm()
         return caches
 
-    for number, tokens in enumerate((3, 9, 5)):
-        step(number, tokens=tokens)
+    for number in range(SESSIONS):
+        step(number, tokens=3 + number)
     return step
 
 
-def test_short_pasts_lie_side_by_side_until_most_are_gone(short_pasts: Callable[..., list[SpanCache]]) -> None:
-    a, b, c = short_pasts(0, 1, 2)
-    slots = [cache.slot.slots for cache in (a, b, c) if cache.slot is not None]
-    assert len(slots) == 3
-    assert slots[0] is slots[1] is slots[2]
-    short_pasts(2, 0)  # no neighbours
-    assert a.slot is not None
-    assert c.slot is not None
-    assert a.slot.slots is c.slot.slots is not slots[0]
-    assert b.slot is None
-    assert all(layer.keys.untyped_storage().nbytes() == layer.keys.nbytes for layer in b.layers)
-    short_pasts(0, 1, 2)
-    assert b.slot is not None
+def slots_of(cache: SpanCache) -> Slots | None:
+    return None if cache.slot is None else cache.slot.slots
 
 
-def test_a_batch_that_lies_side_by_side_stays_where_it_is(short_pasts: Callable[..., list[SpanCache]]) -> None:
-    a, b, c = short_pasts(0, 1, 2)
-    places = a.slot, b.slot, c.slot
-    for members in ((2, 1), (0, 1, 2), (1, 2), (1, 0, 2)):
+def test_a_batch_stays_where_it_is_whoever_sits_out(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(*range(SESSIONS))
+    places = [cache.slot for cache in caches]
+    for members in ((2, 1), (0, 2, 3), (7, 6, 4), range(SESSIONS), (5, 6, 1, 2, 3)):
         short_pasts(*members)
-    b.keep(b.length - 2)
-    assert (a.slot, b.slot, c.slot) == places
+    caches[3].keep(caches[3].length - 2)
+    assert [cache.slot for cache in caches] == places
+    assert None not in places
+
+
+def test_a_newcomer_moves_to_a_free_row_near_by(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(*range(4))
+    home = slots_of(caches[0])
+    short_pasts(0, 1, 2, 3, 7)  # there is a row to spare
+    assert slots_of(caches[7]) is home is not None
+    short_pasts(1, tokens=2)  # it leaves with what it has
+    assert caches[1].slot is None
+    short_pasts(0, 6, 2)
+    assert slots_of(caches[6]) is home
+    short_pasts(0, 1, 2, 3, 7)  # no row is free any more
+    assert len({id(slots_of(caches[number])) for number in (0, 1, 2, 3, 7)}) == 1
+    assert slots_of(caches[0]) is not home
+
+
+def test_a_batch_that_is_spread_too_far_moves(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(*range(SESSIONS))
+    home = slots_of(caches[0])
+    short_pasts(0, 7)
+    assert slots_of(caches[0]) is slots_of(caches[7]) is not home
+    assert slots_of(caches[1]) is home
+
+
+def test_the_last_ones_do_not_keep_the_rows_of_those_that_left(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(*range(SESSIONS))
+    short_pasts(0, 7, 1, 5, 6)
+    short_pasts(0, 4)
+    assert caches[2].slot is None
+    for layer in caches[2].layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+    short_pasts(*range(SESSIONS))
+
+
+def test_a_row_of_an_ended_session_is_clean(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(0, 1, 2, 3)
+    home = slots_of(caches[3])
+    assert home is not None
+    for pair in home.layers.values():
+        for side in pair:
+            side[4:].fill_(torch.nan)  # the row to spare
+    short_pasts(0, 1, 2, 3, 6)
+    assert slots_of(caches[6]) is home
+    short_pasts(6, 2)
 
 
 def test_rows_without_room_move(short_pasts: Callable[..., list[SpanCache]]) -> None:
-    a, *_ = short_pasts(0, 1, 2)
-    before = a.slot
+    caches = short_pasts(0, 1, 2)
+    home = slots_of(caches[0])
     for _ in range(GrowingLimits().joined_room):
         short_pasts(0, 1, 2)
-    assert before is not None
-    assert a.slot is not None
-    assert a.slot.slots is not before.slots
+    assert slots_of(caches[0]) is not home
 
 
 @pytest.mark.parametrize("way", ["alone", "several positions", "reordered"])
