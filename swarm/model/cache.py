@@ -131,9 +131,12 @@ class SpanCache:
         if self.slot is not None:
             slots = self.slot.slots
             return slots.numbers if self.length * slots.position_bytes < small_bytes else ()
-        growing = [(at, layer) for at, layer in enumerate(self._inner.layers) if type(layer) is GrowingLayer]
-        short = tuple(at for at, layer in growing if layer.is_short(self.length, small_bytes))
-        return short if len(short) == len(growing) else ()
+        layers = self._inner.layers
+        return tuple(
+            at
+            for at, layer in enumerate(layers)
+            if type(layer) is GrowingLayer and layer.is_short(self.length, small_bytes)
+        )
 
     def past(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of such a layer, [1, heads, length, size], where they are."""

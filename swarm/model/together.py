@@ -25,7 +25,7 @@ class Joined:
     """
 
     def __init__(self, slots: Slots, caches: Sequence[SpanCache], numbers: list[int], tokens: list[int]) -> None:
-        """caches: all in these slots. tokens: where their positions are in the step."""
+        """caches: all in these slots. tokens: where their positions are in the step, ascending."""
         rows = [cache.slot.row for cache in caches if cache.slot is not None]
         self.slots = slots
         self.numbers = numbers
@@ -34,7 +34,7 @@ class Joined:
         self._count = max(rows) + 1 - self._first  # rows that are read: some of them may be others'
         self._rows = [row - self._first for row in rows]
         self._tokens = tokens
-        self._in_order = tokens == self._rows == list(range(self._count))
+        self._in_order = self._rows == list(range(self._count))
         self._places_of: dict[int, Tensor] = {}  # by the number of heads
         self._mask: Tensor | None = None
 

@@ -204,15 +204,15 @@ def test_the_last_ones_do_not_keep_the_rows_of_those_that_left(short_pasts: Call
 
 
 def test_a_row_of_an_ended_session_is_clean(short_pasts: Callable[..., list[SpanCache]]) -> None:
-    caches = short_pasts(0, 1, 2, 3)
-    home = slots_of(caches[3])
+    caches = short_pasts(4, 5, 6, 7)
+    home = slots_of(caches[4])
     assert home is not None
     for pair in home.layers.values():
         for side in pair:
             side[4:].fill_(torch.nan)  # the row to spare
-    short_pasts(0, 1, 2, 3, 6)
-    assert slots_of(caches[6]) is home
-    short_pasts(6, 2)
+    short_pasts(4, 5, 6, 7, 0)  # whose past is shorter than theirs
+    assert slots_of(caches[0]) is home
+    short_pasts(0, 7)
 
 
 def test_rows_without_room_move(short_pasts: Callable[..., list[SpanCache]]) -> None:
@@ -221,6 +221,50 @@ def test_rows_without_room_move(short_pasts: Callable[..., list[SpanCache]]) -> 
     for _ in range(GrowingLimits().joined_room):
         short_pasts(0, 1, 2)
     assert slots_of(caches[0]) is not home
+
+
+def test_a_batch_of_short_pasts_that_breaks_leaves_them_where_they_were(
+    family_dir: FamilyDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6))
+    caches, twins = [[span.new_cache() for _ in range(4)] for _ in range(2)]
+
+    def step(*members: int) -> None:
+        segments = [
+            Segment(torch.randn(1, 1 if cache.length else 5, 64), cache) for cache in map(caches.__getitem__, members)
+        ]
+        outputs = span.forward_packed(segments)
+        for number, segment, output in zip(members, segments, outputs, strict=True):
+            expected = span.forward(segment.hidden, cache=twins[number])
+            assert (output - expected).norm() < TOLERANCE * expected.norm()
+
+    def breaks(*_: object, **__: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+
+    calls: list[int] = []
+    with torch.inference_mode():
+        step(0, 1, 2, 3)
+        step(0, 1)
+        step(2, 3)
+        before = [cache.slot for cache in caches]
+        monkeypatch.setattr(packed_module, "_sees_all", breaks)  # in the third block, when all have moved
+        with pytest.raises(MemoryError):
+            step(0, 1, 2, 3)
+        monkeypatch.undo()
+        assert [cache.slot for cache in caches] == before
+        assert None not in before
+        step(0, 2)
+        step(0, 1, 2, 3)
+
+
+def test_a_session_that_begins_anew_has_no_row(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, *_ = short_pasts(0, 1, 2)
+    a.keep(0)
+    assert a.slot is None
+    assert a.length == 0
+    short_pasts(1, 2)
 
 
 @pytest.mark.parametrize("way", ["alone", "several positions", "reordered"])
