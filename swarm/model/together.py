@@ -149,7 +149,7 @@ class Together:
         for given in self._given:
             slots = given()
             held = [] if slots is None else slots.held()
-            if slots is not None and self._limits.joined_rows_min * len(held) >= slots.rows:
+            if slots is not None and self._limits.joined_rows_max * len(held) >= slots.rows:
                 kept.append(given)
                 continue
             for cache in held:
