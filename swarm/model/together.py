@@ -32,9 +32,12 @@ class Joined:
         self.lengths = [cache.length + 1 for cache in caches]
         self._first = min(rows)
         self._count = max(rows) + 1 - self._first  # rows that are read: some of them may be others'
-        self._rows = [row - self._first for row in rows]
-        self._tokens = tokens
-        self._in_order = self._rows == list(range(self._count))
+        self._rows = tuple(row - self._first for row in rows)
+        self._tokens = tuple(tokens)
+        self._in_order = self._rows == tuple(range(self._count))
+        token_of = dict(zip(self._rows, tokens, strict=True))
+        self._asking = tuple(token_of.get(row, tokens[0]) for row in range(self._count))
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         self._places_of: dict[int, Tensor] = {}  # by the number of heads
         self._mask: Tensor | None = None
 
@@ -42,7 +45,7 @@ class Joined:
         """Write one position for each, of [1, heads, N, size]. Returns pasts: [rows read, heads, longest, size]."""
         grown = []
         for side, states in zip(self.slots.layers[layer_idx], (keys, values), strict=True):
-            new = states if states.shape[2] == len(self._tokens) else _picked(states, 2, self._tokens)
+            new = states if states.shape[2] == len(self._tokens) else self._picked(states, 2, self._tokens)
             _, heads, count, size = new.shape
             places = self._places(heads, states.device)
             side.view(-1, size).index_copy_(0, places, new.reshape(heads * count, size))
@@ -58,15 +61,12 @@ class Joined:
     def queries(self, states: Tensor) -> Tensor:
         """Return [1, heads, N, size] as [rows read, heads, 1, size]; others' rows get any."""
         if not self._in_order or states.shape[2] != self._count:
-            tokens = [self._tokens[0]] * self._count
-            for row, token in zip(self._rows, self._tokens, strict=True):
-                tokens[row] = token
-            states = _picked(states, 2, tokens)
+            states = self._picked(states, 2, self._asking)
         return states.transpose(0, 2)
 
     def answers(self, output: Tensor) -> Tensor:
         """Return the segments' part of [rows read, ...], in the order of `numbers`."""
-        return output if self._in_order else _picked(output, 0, self._rows)
+        return output if self._in_order else self._picked(output, 0, self._rows)
 
     def mask(self, like: Tensor) -> Tensor | None:
         """What attention adds, [rows read, 1, 1, longest]: nothing where positions are real. None if it hides none."""
@@ -81,6 +81,11 @@ class Joined:
             nothing = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
             self._mask = nothing[:, None, None].to(like.device)
         return self._mask
+
+    def _picked(self, states: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
+        if numbers not in self._indices:  # one copy to a device for all layers
+            self._indices[numbers] = torch.tensor(numbers, device=states.device)
+        return states.index_select(dim, self._indices[numbers])
 
     def _places(self, heads: int, device: torch.device) -> Tensor:
         """Return where new positions go in [all rows * heads * capacity]: int64 [heads * segments]."""
@@ -155,7 +160,3 @@ class Together:
             for cache in held:
                 cache.come_out()
         self._given = kept
-
-
-def _picked(states: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
-    return states.index_select(dim, torch.tensor(numbers, device=states.device))
