@@ -40,7 +40,7 @@ class GrowingLimits:
     unused_tokens_min: int = limit(64, "tokens", "of all rows; a rollback that leaves fewer unused does not copy")
     joined_room: int = limit(32, "positions", "to spare at most, where short pasts of many sessions lie together")
     joined_spread: float = limit(1.5, "times", "as many rows as a batch has are read at most; else it moves")
-    joined_rows_max: int = limit(2, "rows", "for each that is used, at most; else the used ones move")
+    joined_rows_max: int = limit(3, "rows", "for each that is used, at most; else the used ones move")
     reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
