@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -89,22 +90,20 @@ class PackedCache(Cache):
         self.pasts = [segment.cache.length for segment in segments]
         self.sizes = [segment.size for segment in segments]
         self._together = together
-        self._joined: Joined | None = None
-        self._is_joined = together is None  # whether it was tried
 
-    @property
+    @cached_property
     def joined(self) -> Joined | None:
-        """The single steps with short pasts, together: from the first layer on."""
-        if not self._is_joined and self._together is not None:
-            ends = list(accumulate(self.sizes))
-            single = [number for number, size in enumerate(self.sizes) if size == 1]
-            caches = [self.segments[number].cache for number in single]
-            self._joined = self._together.join(caches, single, [ends[number] - 1 for number in single])
-            self._is_joined = True
-            for number in set(range(len(self.segments))).difference(self._joined.numbers if self._joined else ()):
-                if self.segments[number].cache.slot is not None:
-                    self.segments[number].cache.come_out()
-        return self._joined
+        """The single steps with short pasts, in slots: the first layer that is updated brings them there."""
+        if self._together is None:
+            return None
+        ends = list(accumulate(self.sizes))
+        single = [number for number, size in enumerate(self.sizes) if size == 1]
+        caches = [self.segments[number].cache for number in single]
+        joined = self._together.join(caches, single, [ends[number] - 1 for number in single])
+        for number in set(range(len(self.segments))).difference(joined.numbers if joined else ()):
+            if self.segments[number].cache.slot is not None:
+                self.segments[number].cache.come_out()
+        return joined
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Append [1, heads, N, size] to the sessions' caches. Returns their pasts as `PackedStates`, twice."""

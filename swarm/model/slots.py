@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Slots:
     """Keys and values of some layers, by the layers' numbers: [rows, heads, capacity, size].
 
-    Attention weighs what a mask hides with 0, so all of it must be finite: a row is zero behind what was put there.
+    Attention weighs hidden positions with 0, so they must be finite: a row is zero behind the past copied to it.
     """
 
     def __init__(self, like: Mapping[int, tuple[Tensor, Tensor]], rows: int, capacity: int) -> None:

@@ -53,7 +53,7 @@ class Joined:
         return grown[0], grown[1]
 
     def part(self, states: Tensor, number: int) -> Tensor:
-        """Return one segment's past, [1, heads, length, size], of what `append` returned."""
+        """Return one segment's past, [1, heads, length, size], of those that `append` returned."""
         at = self.numbers.index(number)
         row = self._rows[at]
         return states[row : row + 1, :, : self.lengths[at]]
@@ -69,7 +69,7 @@ class Joined:
         return output if self._in_order else self._picked(output, 0, self._rows)
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """What attention adds, [rows read, 1, 1, longest]: nothing where positions are real. None if it hides none."""
+        """Return the mask that attention adds, [rows read, 1, 1, longest]; None where all positions are real."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None

@@ -143,9 +143,9 @@ def short_pasts(family_dir: FamilyDir) -> Callable[..., list[SpanCache]]:
     span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6))
     caches, twins = [[span.new_cache() for _ in range(SESSIONS)] for _ in range(2)]
 
-    def step(*members: int, tokens: int = 1) -> list[SpanCache]:
+    def step(*members: int, tokens: int = 1, inference: bool = True) -> list[SpanCache]:
         hidden = {number: torch.randn(1, tokens, 64) for number in members}
-        with torch.inference_mode():
+        with torch.no_grad(), torch.inference_mode(inference):
             outputs = span.forward_packed([Segment(hidden[number], caches[number]) for number in members])
             for number, output in zip(members, outputs, strict=True):
                 expected = span.forward(hidden[number], cache=twins[number])
@@ -213,6 +213,19 @@ def test_a_row_of_an_ended_session_is_clean(short_pasts: Callable[..., list[Span
     short_pasts(4, 5, 6, 7, 0)  # whose past is shorter than theirs
     assert slots_of(caches[0]) is home
     short_pasts(0, 7)
+
+
+def test_rows_of_inference_mode_are_not_written_outside_it(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    caches = short_pasts(0, 1)
+    home = slots_of(caches[0])
+    short_pasts(0, 1, inference=False)
+    assert slots_of(caches[0]) is slots_of(caches[1]) is not home
+
+
+def test_a_past_in_a_row_is_held_once(short_pasts: Callable[..., list[SpanCache]]) -> None:
+    a, *_ = short_pasts(0, 1)
+    assert a.slot is not None
+    assert all(a.bare_layers[number].keys is None for number in a.slot.slots.numbers)
 
 
 def test_rows_without_room_move(short_pasts: Callable[..., list[SpanCache]]) -> None:
