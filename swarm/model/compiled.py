@@ -2,33 +2,24 @@
 
 Products with integers are those of `swarm.model.eightbits`, `.fourbits` and `.owncodes`, which compute the same bits by
 torch's operations, many times as slowly. Products with halves are for processors that multiply float32 alone. The loops
-are those of `swarm.model.vectorcode`, `.halfcode` and `.roundingcode`. They take plain addresses, so this module alone
-says which tensors fit together.
+come from `swarm.model.jit` and take plain addresses, so this module alone says which tensors fit together.
 """
 
-import ctypes
-import importlib
-import mmap
-import os
-import platform
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
 
-from swarm.model.halfcode import Half, half_code, outputs_of
-from swarm.model.integer import IntegerFormat
-from swarm.model.roundingcode import Dtype, int4_code, int8_code
-from swarm.model.vectorcode import Kind, Weights, code_of, octets_of
+from swarm.model.halfcode import Half
+from swarm.model.jit import Compiler, compiler
+from swarm.model.llvmtext import Dtype
+from swarm.model.vectorcode import Weights
 
 _log = structlog.get_logger("swarm.compiled")
 
@@ -77,25 +68,20 @@ class Search:
 class CompiledKernels:
     """The products on this processor, with as many threads as torch has in the caller's thread."""
 
-    def __init__(
-        self,
-        loops_of: Callable[[Weights], "Loops"],
-        halves_of: Callable[[Half], "Halves"],
-        rounding: Callable[..., "Rounding"],
-    ) -> None:
-        self._loops_of, self._halves_of, self._rounding = loops_of, halves_of, rounding
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
 
     def prepare(self, weights: Weights | Half) -> None:
         """Compile the products. Raises whatever LLVM does."""
         if weights == "bfloat16" or weights == "float16":  # noqa: PLR1714 - so that types are told apart
-            self._halves_of(weights)
+            self._compiler.halves(weights)
         else:
-            self._loops_of(weights)
+            self._compiler.loops(weights)
 
     def rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Round a matrix to int8: [out, in], to integers and scales as `eightbits.rounded` has them."""
         weight = _readable(weight)
-        round_ = self._rounding("int8", weight.dtype).round
+        round_ = self._compiler.rounding("int8", _dtype(weight)).round
         integers, scales = _new(torch.int8, *weight.shape), _new(torch.float32, len(weight))
 
         def work(start: int, stop: int) -> None:
@@ -108,7 +94,7 @@ class CompiledKernels:
     def sought(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
         """Round a matrix to int4: [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
         weight = _readable(weight)
-        round_ = self._rounding("int4", weight.dtype, weighed=search.shares is not None).round
+        round_ = self._compiler.rounding("int4", _dtype(weight), weighed=search.shares is not None).round
         n_outputs, n_inputs = weight.shape
         blocks = -(-n_inputs // 32)
         codes, numbers = (_new(torch.uint8, n_outputs, size * blocks) for size in (16, 2))
@@ -125,8 +111,9 @@ class CompiledKernels:
         return codes, numbers, scales
 
     def multiply(self, rows: Tensor, matrix: Packed) -> Tensor:
-        """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
-        loops, rows = self._loops_of(matrix.weights), _plain(rows)
+        """Multiply activations by weights: [positions, in] -> [positions, out] of the same dtype."""
+        loops, given_dtype, rows = self._compiler.loops(matrix.weights), rows.dtype, _readable(rows)
+        split, row_bytes = loops.split[_dtype(rows)], rows.shape[1] * rows.element_size()
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
         blocks, chunk = octets // (32 if matrix.weights == "int8" else 16), matrix.chunk
         chunks, padded = -(-blocks // chunk), -(-blocks // 2) * 64
@@ -141,8 +128,8 @@ class CompiledKernels:
         for tile, multiply in loops.multiply.items():
             if groups := (positions - first) // tile:
                 given = [place + first * size for place, size in zip(places, sizes, strict=True)]
-                split = n_inputs, padded, 32 * chunk, tile, loops.octets[tile], 2 * positions
-                loops.split(rows.data_ptr() + 4 * first * n_inputs, *given, groups * tile, *split)
+                lengths = n_inputs, padded, 32 * chunk, tile, loops.octets[tile], 2 * positions
+                split(rows.data_ptr() + first * row_bytes, *given, groups * tile, *lengths)
                 sections.append((multiply, given, output.data_ptr() + 4 * first * n_outputs, groups))
                 first += groups * tile
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
@@ -161,7 +148,11 @@ class CompiledKernels:
                 work(first, min(first + most, stop))
 
         _in_threads(in_pieces, n_outputs)
-        return output
+        if given_dtype is not torch.bfloat16:
+            return output if given_dtype is torch.float32 else output.to(given_dtype)
+        narrow = _new(torch.bfloat16, positions, n_outputs)
+        loops.narrow(output.data_ptr(), narrow.data_ptr(), positions * n_outputs)
+        return narrow
 
     def widened(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply activations by weights in half precision: [positions, in] and [out, in] -> float32 [positions, out].
@@ -171,8 +162,8 @@ class CompiledKernels:
         (positions, n_inputs), n_outputs = rows.shape, len(weight)
         if n_inputs % 8:
             raise RuntimeError(f"compiled products take multiples of 8 inputs, not {n_inputs}")
-        halves = self._halves_of("bfloat16" if weight.dtype is torch.bfloat16 else "float16")
-        rows, weight = _plain(rows), _in_memory(weight)
+        halves = self._compiler.halves("bfloat16" if weight.dtype is torch.bfloat16 else "float16")
+        rows, weight = _in_memory(rows.to(torch.float32)), _in_memory(weight)
         output = _new(torch.float32, positions, n_outputs)
 
         def work(start: int, stop: int) -> None:
@@ -186,32 +177,6 @@ class CompiledKernels:
 
         _in_threads(work, n_outputs)
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class Loops:
-    """Loops of `swarm.model.vectorcode`. multiply, octets: by the number of positions. engine: owns their code."""
-
-    split: Callable[..., None]
-    multiply: Mapping[int, Callable[..., None]]
-    octets: Mapping[int, int]
-    engine: object
-
-
-@dataclass(frozen=True, slots=True)
-class Halves:
-    """Loops of `swarm.model.halfcode`, by the number of positions. engine: owns their code."""
-
-    multiply: Mapping[int, Callable[..., None]]
-    engine: object
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """The loop of `swarm.model.roundingcode`. engine: owns its code."""
-
-    round: Callable[..., None]
-    engine: object
 
 
 _compiling = threading.Lock()  # or two threads would compile the same
@@ -232,123 +197,17 @@ def kernels(weights: Weights | Half) -> CompiledKernels | None:
 
     None where there are none, or where they do not run: of an old `llvmlite`, or where a process may not make code.
     """
-    if not is_installed() or not _may_make_code():
-        return None
     try:
         with _compiling:
-            found = _kernels()
-            if found is not None:
-                found.prepare(weights)
+            found = compiler()
+            if found is None:
+                return None
+            compiled = CompiledKernels(found)
+            compiled.prepare(weights)
     except Exception as error:  # noqa: BLE001 - a library that does not load or compile; torch computes the same bits
         _log.warning("no compiled products", weights=weights, why=str(error)[:200] or repr(error))
         return None
-    return found
-
-
-@cache
-def _kernels() -> CompiledKernels | None:
-    """Return the kernels of this processor, none of which is compiled yet. None: there are no loops for it."""
-    llvm = importlib.import_module("llvmlite.binding")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    processor = _processor(llvm)
-    if processor is None:
-        return None
-    loops, halves = cache(partial(_loops, llvm, processor)), cache(partial(_halves, llvm, processor))
-    return CompiledKernels(loops, halves, cache(partial(_rounding, llvm, processor)))
-
-
-def is_installed() -> bool:
-    """Whether there is `llvmlite`, without the time that importing it takes."""
-    return find_spec("llvmlite") is not None
-
-
-def _processor(llvm: Any) -> tuple[Kind, str, str] | None:  # noqa: ANN401 - a module without types
-    """Return which instructions to use, and LLVM's names of processor and features: no more than torch may use here.
-
-    None: there are no loops for this processor.
-    """
-    has, told = llvm.get_host_cpu_features(), os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return "neon", llvm.get_host_cpu_name(), has.flatten()
-    if not has.get("ssse3"):
-        return None
-    if told == "default" or not has.get("avx2"):
-        return "ssse3", "x86-64", "+ssse3"
-    if told == "avx2":
-        return "avx2", "x86-64-v3", ""
-    kind: Kind = "avxvnni" if has.get("avxvnni") else "avx2"
-    if has.get("avx512vnni") and has.get("avx512vl"):
-        kind = "avx512vnni"
-    return kind, llvm.get_host_cpu_name(), has.flatten()
-
-
-def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loops:  # noqa: ANN401 - as above
-    """Compile the loops for one kind of weights."""
-    kind, *target = processor
-    engine = _compiled(llvm, target, code_of(weights, kind))
-    address, count = ctypes.c_void_p, ctypes.c_int64
-    split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 7), (8, 7)))
-    at = engine.get_function_address
-    octets = octets_of(weights, kind)
-    loops = {tile: multiply(at(f"multiply_{tile}")) for tile in octets}
-    return Loops(split(at("split")), loops, octets, engine)
-
-
-def _halves(llvm: Any, processor: tuple[Kind, str, str], dtype: Half) -> Halves:  # noqa: ANN401 - as above
-    """Compile the products with halves. Raises RuntimeError where a processor cannot widen and add in one step."""
-    kind, *target = processor
-    if kind == "ssse3":
-        raise RuntimeError("this processor has no fused products")
-    engine = _compiled(llvm, target, half_code(dtype))
-    multiply, at = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4), engine.get_function_address
-    return Halves({tile: multiply(at(f"multiply_{tile}")) for tile in outputs_of()}, engine)
-
-
-def _rounding(
-    llvm: Any,  # noqa: ANN401 - as above
-    processor: tuple[Kind, str, str],
-    weights: Weights,
-    dtype: torch.dtype,
-    *,
-    weighed: bool = False,
-) -> Rounding:
-    """Compile the rounding to int8 or int4 of weights of a dtype. weighed: int4's errors count by their inputs."""
-    name: Dtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
-    steps, least = IntegerFormat.weight_steps, IntegerFormat.least
-    code, addresses, counts = int8_code(name, steps, least), 3, 2
-    if weights == "int4":
-        code, addresses, counts = int4_code(name, steps, least, weighed=weighed), 9, 3
-    engine = _compiled(llvm, processor[1:], code)
-    types = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * counts
-    return Rounding(ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("round")), engine)
-
-
-def _compiled(llvm: Any, target: Sequence[str], code: str) -> Any:  # noqa: ANN401 - as above
-    """Compile a module. target: LLVM's names of the processor and its features. Returns the engine that has it."""
-    name, features = target
-    module = llvm.parse_assembly(code)
-    machine = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
-    module.triple, module.data_layout = llvm.get_default_triple(), str(machine.target_data)
-    module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = True
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine
-
-
-def _may_make_code() -> bool:
-    """Whether this process may run memory that it has written: systemd and SELinux can forbid it, and LLVM crashes."""
-    if sys.platform != "linux":
-        return True
-    space = mmap.mmap(-1, mmap.PAGESIZE)
-    place = ctypes.c_char.from_buffer(space)
-    protect = ctypes.CDLL(None).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return int(protect(ctypes.addressof(place), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)) == 0
+    return compiled
 
 
 def _new(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -356,13 +215,13 @@ def _new(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_cpu)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as compiled products read it: float32, in one piece. Raises NotImplementedError off the CPU."""
-    return _in_memory(tensor.to(torch.float32))
+def _dtype(tensor: Tensor) -> Dtype:
+    """Return the dtype of a tensor that is `_readable`."""
+    return "bfloat16" if tensor.dtype is torch.bfloat16 else "float32"
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor of weights as compiled code reads it: float32 or bfloat16, in one piece. Raises as `_plain`."""
+    """Return a tensor as compiled code reads it: float32 or bfloat16, in one piece. Raises as `_in_memory`."""
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         tensor = tensor.to(torch.float32)
     return _in_memory(tensor)
@@ -372,7 +231,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
     """Return a tensor in one piece. Raises NotImplementedError off the CPU."""
     if not tensor.is_cpu:
         raise NotImplementedError(f"compiled code takes tensors on the CPU, not on {tensor.device}")
-    return tensor.detach().resolve_neg().contiguous()
+    return tensor if tensor.is_contiguous() and not tensor.is_neg() else tensor.resolve_neg().contiguous()
 
 
 def _address(tensor: Tensor, row: int) -> int:

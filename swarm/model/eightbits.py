@@ -85,8 +85,8 @@ class IntegerMatrix(RoundedMatrix):
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        output = self._matrix.product(input.reshape(-1, self.n_inputs).float())
-        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+        output = self._matrix.product(input.reshape(-1, self.n_inputs))
+        return output.view(*input.shape[:-1], self.n_outputs)
 
 
 class _CompiledMatrix:
@@ -103,7 +103,7 @@ class _CompiledMatrix:
         return self._packed.codes[:, : self._n_inputs], self._packed.scales
 
     def product(self, rows: Tensor) -> Tensor:
-        """Multiply float32 [count, in] -> [count, out]."""
+        """Multiply; [count, in] -> [count, out] of the same dtype."""
         compiled = kernels("int8")
         assert compiled is not None
         return compiled.multiply(rows, self._packed)
@@ -136,13 +136,13 @@ class _TorchMatrix:
             return quantised.int_repr(), quantised.q_per_channel_scales().float()
 
     def product(self, rows: Tensor) -> Tensor:
-        """Multiply float32 [count, in] -> [count, out]."""
-        parts, peak = split(rows)
+        """Multiply; [count, in] -> [count, out] of the same dtype."""
+        parts, peak = split(rows.float())
         parts.nan_to_num_(0.0)  # of a row with an infinite number
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             parts, 1.0, IntegerFormat.high + 1, self._packed
         )
-        return joined(both, peak)
+        return joined(both, peak).to(rows.dtype)
 
     @staticmethod
     def bytes_of(n_outputs: int, n_inputs: int) -> int:
@@ -160,14 +160,14 @@ class _PlainMatrix:
         return self._integers, self._scales
 
     def product(self, rows: Tensor) -> Tensor:
-        """Multiply float32 [count, in] -> [count, out]."""
-        parts, peak = split(rows)
+        """Multiply; [count, in] -> [count, out] of the same dtype."""
+        parts, peak = split(rows.float())
         both, exact = parts.new_empty(len(parts), len(self._scales)), parts.double()
         outputs = max(1, (1 << 20) // self._integers.shape[1])  # as many as a cache has room for
         for start in range(0, len(self._scales), outputs):
             some = slice(start, start + outputs)
             both[:, some] = exact @ self._integers[some].double().t()
-        return joined(both.mul_(self._scales), peak)
+        return joined(both.mul_(self._scales), peak).to(rows.dtype)
 
     @staticmethod
     def bytes_of(n_outputs: int, n_inputs: int) -> int:

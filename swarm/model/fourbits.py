@@ -276,9 +276,12 @@ class FourBitMatrix(RoundedMatrix):
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        rows, compiled = input.reshape(-1, self.n_inputs).float(), kernels("int4")
-        output = self._product(rows) if compiled is None else compiled.multiply(rows, self._matrix)
-        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+        rows, compiled = input.reshape(-1, self.n_inputs), kernels("int4")
+        if compiled is None:
+            output = self._product(rows.float()).to(input.dtype)
+        else:
+            output = compiled.multiply(rows, self._matrix)
+        return output.view(*input.shape[:-1], self.n_outputs)
 
     def _product(self, rows: Tensor) -> Tensor:
         """Multiply float32 [count, in], to the same bits as the compiled kernel."""

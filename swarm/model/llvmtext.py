@@ -2,8 +2,10 @@
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 Values = tuple[str, ...]
+Dtype = Literal["float32", "bfloat16"]  # of numbers that loops read
 
 
 class Code:

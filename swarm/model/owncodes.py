@@ -100,16 +100,16 @@ class OwnMatrix(RoundedMatrix):
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        rows = input.reshape(-1, self.n_inputs).float()
+        rows = input.reshape(-1, self.n_inputs)
         rows = rows if self._order is None else rows[:, self._order]
         size, compiled = self.n_inputs // self._zeros.shape[1], kernels("own4")
         if compiled is None or size % 32:
-            parts, peak = split(rows)
-            output = joined(self._products(parts), peak)
+            parts, peak = split(rows.float())
+            output = joined(self._products(parts), peak).to(input.dtype)
         else:
             matrix = Packed("own4", self._codes, self._zeros, self._scales.float(), size // 32)
             output = compiled.multiply(rows, matrix)
-        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+        return output.view(*input.shape[:-1], self.n_outputs)
 
     def _products(self, parts: Tensor) -> Tensor:
         """Multiply activations' parts [rows, in]. Returns float32 [rows, out], the same as the compiled kernel."""

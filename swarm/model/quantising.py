@@ -14,7 +14,7 @@ from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import Checkpoint
-from swarm.model.compiled import is_installed, prepare_kernels
+from swarm.model.compiled import prepare_kernels
 from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.fourbits import FourBitMatrix
 from swarm.model.hollow import blocks_of, class_for, skeleton
@@ -30,6 +30,7 @@ from swarm.model.integer import (
     to_integers,
     weights_of,
 )
+from swarm.model.jit import is_installed
 from swarm.model.kept import Kept
 from swarm.model.kinds import kinds_in, matrix_for
 from swarm.model.owncodes import OwnMatrix, fits

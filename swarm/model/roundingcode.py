@@ -5,11 +5,7 @@ Errors have 16 bits and stay at their largest number. So do sums: a table that i
 "Weighed" errors are multiplied by 16 bits of their input first, and the upper half of each product is added up.
 """
 
-from typing import Literal
-
-from swarm.model.llvmtext import Code, Values, float32, module_of
-
-Dtype = Literal["float32", "bfloat16"]
+from swarm.model.llvmtext import Code, Dtype, Values, float32, module_of
 
 _DECLARED = """
 declare float @llvm.maximum.f32(float, float)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarm.model import compiled as compiled_module
-from swarm.model import fourbits
+from swarm.model import fourbits, jit
 from swarm.model.compiled import Packed, kernels
 from swarm.model.eightbits import IntegerMatrix, rounded
 from swarm.model.fourbits import FourBitFormat, FourBitMatrix, packed, unsigned
@@ -28,12 +28,13 @@ SIZES = [(33, 768), (64, 40), (16, 2048), (300, 2080), (7, 4100)]  # blocks that
 @pytest.mark.parametrize(("n_outputs", "n_inputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [IntegerMatrix, FourBitMatrix])
-def test_compiled_kernels_compute_the_same_bits(kind, n_outputs, n_inputs, rows, threads, monkeypatch):
+def test_compiled_kernels_compute_the_same_bits(kind, dtype, n_outputs, n_inputs, rows, threads, monkeypatch):
     torch.manual_seed(rows)
     weight = torch.randn(n_outputs, n_inputs) * torch.rand(n_outputs, 1) * 10
     weight[:, 32:64] = 0.0
-    matrix, input = kind.of(weight), torch.randn(rows, n_inputs) * 100
+    matrix, input = kind.of(weight), (torch.randn(rows, n_inputs) * 100).to(dtype)
     torch.set_num_threads(threads)
     try:
         compiled = matrix.multiply(input)
@@ -41,6 +42,7 @@ def test_compiled_kernels_compute_the_same_bits(kind, n_outputs, n_inputs, rows,
         torch.set_num_threads(1)
     monkeypatch.setattr(f"{kind.__module__}.kernels", lambda _: None)
     others = kind.restored((n_outputs, n_inputs), matrix.parts)
+    assert compiled.dtype is dtype
     assert torch.equal(compiled, others.multiply(input))
     assert all(torch.equal(part, other) for part, other in zip(matrix.parts, others.parts, strict=True))
 
@@ -61,9 +63,31 @@ def test_a_product_that_its_caller_has_left_reads_no_memory_of_others(monkeypatc
     assert len(others) == 150
 
 
+def test_inputs_that_are_views_are_multiplied_as_they_look():
+    matrix, wide = IntegerMatrix.of(random(40, 96)), random(96, 9).bfloat16()
+    looks = torch.empty(9, 96, dtype=torch.bfloat16).copy_(wide.t())
+    assert torch.equal(matrix.multiply(wide.t()), matrix.multiply(looks))
+    mirrored = torch.complex(torch.zeros(9, 96), -looks.float()).conj().imag
+    assert mirrored.is_neg()
+    assert torch.equal(matrix.multiply(mirrored), matrix.multiply(looks.float()))
+
+
+def test_sums_are_narrowed_as_torch_does():
+    """Halves go to the even number, and the smallest and largest numbers stay what they are."""
+    engine = kernels("int8")._compiler.loops("int8")
+    bits = torch.randint(-(1 << 31), 1 << 31, (100_003,), dtype=torch.int64).to(torch.int32)
+    bits[:6] = torch.tensor([0x3F808000, 0x3F818000, 0x00008000, 0x00018000, 0x7F7FFFFF, 0x7F800000])
+    wide, narrow = bits.view(torch.float32), torch.empty(len(bits), dtype=torch.bfloat16)
+    engine.narrow(wide.data_ptr(), narrow.data_ptr(), len(bits))
+    expected = wide.bfloat16()
+    assert torch.equal(narrow.isnan(), expected.isnan())
+    assert torch.equal(narrow.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 9])
-def test_rows_that_are_no_numbers_and_matrices_without_outputs_are_as_torchs(rows, monkeypatch):
-    input = torch.randn(rows, 96)
+def test_rows_that_are_no_numbers_and_matrices_without_outputs_are_as_torchs(rows, dtype, monkeypatch):
+    input = torch.randn(rows, 96).to(dtype)
     input[0, 3], input[-1, 5], input[rows // 2, 7] = float("inf"), float("nan"), -float("inf")
     for outputs in (0, 5):
         weight = rounded(torch.randn(outputs, 96))
@@ -77,7 +101,7 @@ def test_rows_that_are_no_numbers_and_matrices_without_outputs_are_as_torchs(row
 
 def fresh(monkeypatch, weights):
     """Return what `kernels` does in a process that has compiled nothing."""
-    monkeypatch.setattr("swarm.model.compiled._kernels", compiled_module._kernels.__wrapped__)
+    monkeypatch.setattr("swarm.model.compiled.compiler", jit.compiler.__wrapped__)
     return kernels.__wrapped__(weights)
 
 
@@ -114,7 +138,7 @@ def test_compiled_rounding_gives_the_same_bits(round_, dtype, threads, monkeypat
 @pytest.mark.parametrize("round_", [rounded, packed])
 def test_the_rounding_of_older_processors_gives_the_same_bits(round_, target, monkeypatch):
     expected = [round_(weight) for weight in matrices()][:-1]
-    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    monkeypatch.setattr("swarm.model.jit._processor", lambda _: target)
     found = fresh(monkeypatch, "int4" if round_ is packed else "int8")
     monkeypatch.setattr(f"{round_.__module__}.kernels", lambda _: found)
     for weight, parts in zip(matrices(), expected, strict=False):
@@ -132,16 +156,17 @@ def test_the_least_sum_of_errors_fits_16_bits():
 
 @pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "ssse3"])
 @pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
-def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, dtype, monkeypatch):
     has = llvm.get_host_cpu_features()
     if not has.get(kind):
         pytest.skip(f"this processor has no {kind}")
     target = (kind, llvm.get_host_cpu_name(), has.flatten())
-    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    monkeypatch.setattr("swarm.model.jit._processor", lambda _: target)
     compiled = fresh(monkeypatch, weights)
     codes, scales = torch.randint(0, 256, (37, 1200), dtype=torch.uint8), torch.rand(37)
-    rows = 100 * random(11, 2400)
-    parts, peak = split(rows)
+    rows = (100 * random(11, 2400)).to(dtype)
+    parts, peak = split(rows.float())
     if weights == "int8":
         integers = torch.randint(-127, 128, (37, 2400), dtype=torch.int8)
         given = Packed("int8", integers, torch.empty(0, dtype=torch.uint8), scales, 75)
@@ -159,14 +184,14 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
         sums, given = torch.zeros(22, 37), Packed("own4", codes, zeros, scales, 3)
         for group in range(25):
             sums += parts[:, 96 * group : 96 * group + 96] @ steps[:, group].t() * scales[:, group]
-    assert torch.equal(compiled.multiply(rows, given), joined(sums, peak))
+    assert torch.equal(compiled.multiply(rows, given), joined(sums, peak).to(dtype))
 
 
 @pytest.mark.parametrize("kind", ["avx2", "ssse3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_older_processors_multiply_halves_where_they_have_fused_products(dtype, kind, monkeypatch):
     target = (kind, {"avx2": "x86-64-v3", "ssse3": "x86-64"}[kind], "")
-    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    monkeypatch.setattr("swarm.model.jit._processor", lambda _: target)
     found = fresh(monkeypatch, dtype)
     assert (found is None) == (kind == "ssse3")
     if found is not None:
@@ -265,19 +290,19 @@ def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
 
 def test_threads_that_ask_at_once_compile_once(monkeypatch):
     """A span's kernels are compiled beside the reading of its files, which may be over first."""
-    real, compiled, both = compiled_module._compiled, [], threading.Barrier(2)
+    real, compiled, both = jit.Compiler._engine, [], threading.Barrier(2)
 
-    def slow(*arguments):
-        compiled.append(arguments)
+    def slow(self, code):
+        compiled.append(code)
         time.sleep(0.2)
-        return real(*arguments)
+        return real(self, code)
 
     def ask():
         both.wait(10)
         assert kernels.__wrapped__("int8") is not None
 
-    monkeypatch.setattr("swarm.model.compiled._compiled", slow)
-    monkeypatch.setattr("swarm.model.compiled._kernels", cache(compiled_module._kernels.__wrapped__))
+    monkeypatch.setattr(jit.Compiler, "_engine", slow)
+    monkeypatch.setattr("swarm.model.compiled.compiler", cache(jit.compiler.__wrapped__))
     with ThreadPoolExecutor(2) as threads:
         for asked in [threads.submit(ask), threads.submit(ask)]:
             asked.result()
