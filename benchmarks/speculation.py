@@ -16,7 +16,8 @@ writes behind the beginning of a function, of which look-up knows nothing at fir
 guesses on the very text. "blind" guesses by an oracle: it knows the text, and replaces a set share of its tokens, drawn
 ones, by wrong ones. It is no surer of a right guess than of a wrong one. "never" is always wrong. Guesses are made
 beforehand, and each takes 2 ms of sleep, as on hardware of its own; of a "slow" draft 15 ms. "busy" is ahead as where a
-hop announces others' steps, with guesses that are less often right.
+hop announces others' steps, with guesses that are less often right. The first run of each way is not counted: it makes
+connections, and shows how right a draft is, as a text before would.
 """
 
 import argparse
@@ -211,9 +212,10 @@ def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -
                 plain = Way("plain")
                 once(model, plain, ids, how, options)  # warms up, and tells the oracles
                 ways = [plain, *ways_of(plain.tokens[0], copies if text == "new" else None, sampling, options)]
-                plain.speeds.clear()
-                for _ in range(options.rounds):
+                for turn in range(1 + options.rounds):
                     for way in ways:
+                        if turn == 1:
+                            way.speeds.clear()
                         once(model, way, ids, how, options)
                 yield text, sampling, ways
 

@@ -8,7 +8,7 @@ because steps are in order.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 
 from swarm.activations import Activations
 from swarm.client.hf.outputs import Context
-from swarm.client.speculation.calibration import Calibration
+from swarm.client.speculation.calibration import Calibration, Calibrations
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pace import Pace, cut_off
@@ -72,13 +72,15 @@ class Drafting:
     """Where guesses come from. make: a new draft, for one text. always: also where they seem to lose time.
 
     slow: makes a draft that takes its time, such as a model. It guesses in a thread, where the other one is silent.
-    reads_outputs: whether it guesses from final hidden states; then those of the prompt come back, too.
+    reads_outputs: whether it guesses from final hidden states; then those of the prompt come back, too. calibrations:
+    how right they were in former texts.
     """
 
     make: Callable[[], Draft]
     always: bool = False
     slow: Callable[[Context], Draft] | None = None
     reads_outputs: bool = False
+    calibrations: Calibrations = field(default_factory=Calibrations, compare=False)
 
 
 Embed = Callable[[Tensor, int], Tensor]
@@ -230,6 +232,7 @@ class Lead:
         drafting = self._drafting
         if drafting is not None:
             self._draft = drafting.make()
+            self._pipe.calibration = drafting.calibrations.next()
             if drafting.slow is not None:
                 self._slow = _Slow(drafting.slow(self.context), Background(self._draft_on))
 

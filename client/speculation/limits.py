@@ -30,6 +30,7 @@ class CalibrationLimits:
     said_min: float = limit(0.01, "", "no draft is taken for less sure")
     said_max: float = limit(0.99, "", "no draft is taken for surer")
     memory: int = limit(64, "guesses", "older ones count less and less")
+    kept_share: float = limit(0.5, "", "of what was learned of a draft model in one text counts in the next one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ class Pipe(Generic[Answer]):
         self.depth = limits.tokens_max  # tokens that may be in flight; the caller may say fewer
         self.cut_off = limits.cut_off  # a guess that is sent is likelier to become the text; the caller may say more
         self.gathered = limits.frame_tokens  # by a slow draft for a frame, at most; the caller may say fewer
+        self.calibration = calibration  # of the present draft
         self._limits = limits
-        self._calibration = calibration
         self._positions_max = positions_max
         self._sent = 0  # the position behind the last token that was sent and counts
         self._guesses: deque[tuple[Guess, float]] = deque()  # each with how likely it is, if those before it are right
@@ -125,9 +125,9 @@ class Pipe(Generic[Answer]):
         guess = self._guesses.popleft()[0] if self._guesses else None
         is_right = guess is not None and guess.token == token
         if guess is None:
-            self._calibration.forget()
+            self.calibration.forget()
         else:
-            self._calibration.saw(guess, is_right=is_right)
+            self.calibration.saw(guess, is_right=is_right)
             self.counts.right += is_right
             self.counts.wrong += not is_right
         self.text.append(token)
@@ -155,7 +155,7 @@ class Pipe(Generic[Answer]):
         path = prod(likelihood for _, likelihood in self._guesses)
         chosen = []
         for guess in guesses:
-            likelihood = self._calibration.likelihood(guess)
+            likelihood = self.calibration.likelihood(guess)
             path *= likelihood
             if path < self.cut_off:
                 break

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.speculation.calibration import Calibration
+from swarm.client.speculation.calibration import Calibration, Calibrations
 from swarm.client.speculation.drafts import Guess, Lookup
 from swarm.client.speculation.limits import AheadLimits, CalibrationLimits
 from swarm.client.speculation.pipe import Pipe
@@ -103,6 +103,29 @@ def test_a_draft_that_says_impossible_things_costs_no_error():
         for is_right in [True] * 200 + [False] * 200:
             calibration.saw(Guess(0, 0, said), is_right=is_right)
             assert 0 < calibration.likelihood(Guess(0, 0, said)) < 1
+
+
+def test_a_draft_that_says_how_sure_it_is_begins_its_next_text_with_half_of_what_was_learned():
+    said, silent, texts = Guess(0, -1, 0.5), Guess(0, 3), Calibrations()
+    first, new = texts.next(), Calibration()
+    for _ in range(30):
+        first.saw(said, is_right=True)
+        first.saw(silent, is_right=True)
+    second = texts.next()
+    assert new.likelihood(said) < second.likelihood(said) < first.likelihood(said)
+    assert second.likelihood(silent) == new.likelihood(silent) < first.likelihood(silent)
+    learned = first.likelihood(said)
+    second.saw(said, is_right=False)
+    assert first.likelihood(said) == learned
+
+
+def test_a_draft_that_was_always_wrong_is_tried_again_in_other_texts():
+    guess, texts = Guess(0, -1, 0.5), Calibrations()
+    text = texts.next()
+    for _ in range(200):
+        text.saw(guess, is_right=False)
+    assert text.likelihood(guess) < 0.02
+    assert max(texts.next().likelihood(guess) for _ in range(3)) > 0.1
 
 
 # In flight

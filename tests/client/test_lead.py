@@ -62,6 +62,21 @@ def lead_of(route, text, *, slow_s=None, likely=None):
     return lead
 
 
+def test_a_draft_that_was_right_in_one_text_goes_farther_in_the_next():
+    text, sent = list(range(100)), []
+    drafting = Drafting(lambda: Knowing(text, 0.0, 0.4), always=True)
+    for tokens in (60, 1):
+        route = Route()
+        lead = Lead(route, lambda ids, _: ids[..., None].float(), 64, 200, AheadLimits())
+        lead.draws_from(drafting)
+        lead.restart(0, text[:4])
+        lead.pace.trip_s = 10.0
+        run(lead, text[4:5])
+        sent.append(sum(route.sizes))
+        run(lead, text[5 : 4 + tokens])
+    assert sent[1] > sent[0] + 3
+
+
 def run(lead, tokens):
     for token in tokens:
         lead.step(token, Activations(torch.full((1, 1, 1), float(token))))
